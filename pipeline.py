@@ -49,18 +49,18 @@ def cut(layers, stages):
     return [nn.Sequential(*layers[start:end]) for start, end in itertools.pairwise(starts)]
 
 
-def plain_gpipe(stage, inputs, targets, loss, like, group=None):
+def plain_gpipe(stage, inputs, targets, loss_fn, like, group=None):
     """One step: all forwards, then all backwards. Gradients are left in .grad.
 
         stage = cut([embedding, *blocks, head], dist.get_world_size())[dist.get_rank()]
         optimizer = torch.optim.SGD(stage.parameters())
 
-        def loss(y, target):    # on the last rank: a sum, divided by the targets of the whole batch
+        def loss_fn(y, target):    # y (b, T, V), on the last rank. target_count: of the whole batch
             return F.cross_entropy(y.mT, target, reduction="sum") / target_count
 
-        for inputs, targets, target_count in batches:    # lists of micro-batches, alike everywhere
+        for inputs, targets, target_count in batches:    # the same lists on every rank
             optimizer.zero_grad()
-            losses = plain_gpipe(stage, inputs, targets, loss, like=torch.empty(b, T, C))
+            losses = plain_gpipe(stage, inputs, targets, loss_fn, like=torch.empty(b, T, C))
             optimizer.step()
 
     like: a tensor with the shape, dtype and device of what one stage sends to the next."""
@@ -75,11 +75,11 @@ def plain_gpipe(stage, inputs, targets, loss, like, group=None):
         if rank < last:
             dist.send(y.detach(), group=group, group_dst=rank + 1)
         else:
-            y = loss(y, target)
+            y = loss_fn(y, target)
             losses.append(y.detach())
         saved.append((x, y))
     for x, y in saved:
-        gradient = None  # of the loss itself
+        gradient = None  # y is the loss: backward starts here
         if rank < last:
             gradient = torch.empty_like(y)
             dist.recv(gradient, group=group, group_src=rank + 1)
@@ -113,8 +113,8 @@ class Row(list):
     def add(self, kinds, *stages):
         for stage in stages:
             for kind in kinds:
-                # I and W are the parts of B: it takes the next number of each
-                parts = "IW" if kind == "B" else kind
+                # zero_bubble.py has I and W, the parts of B. So a B counts as one of each
+                parts = ["I", "W"] if kind == "B" else [kind]
                 self.append(Action(kind, self.counts[parts[0], stage], stage))
                 for part in parts:
                     self.counts[part, stage] += 1
@@ -122,7 +122,7 @@ class Row(list):
 
 def one_f_one_b(rank, ranks, microbatches):
     """A few forwards ahead, then one forward and one backward in turn. Rank r holds activations of
-    at most p - r micro-batches. GPipe holds those of all m.
+    at most p - r micro-batches. GPipe holds those of all m micro-batches.
 
         rank 0 of 3:  F0 F1 F2 B0 F3 B1 F4 B2 B3 B4
         rank 1 of 3:  F0 F1 B0 F2 B1 F3 B2 F4 B3 B4
@@ -139,7 +139,7 @@ class Pipeline:
     """This rank's part of a pipeline. A run is a step's forwards and backwards: gradients add up in
     the parameters' .grad.
 
-        schedule = make_schedule("1f1b", ranks, microbatches)
+        schedule = Schedule(one_f_one_b(r, ranks, microbatches) for r in range(ranks))
         stages = cut(layers, schedule.last + 1)
         parameters = [p for s in schedule.stages(rank) for p in stages[s].parameters()]
         optimizer = torch.optim.AdamW(parameters)
@@ -151,17 +151,17 @@ class Pipeline:
             return F.cross_entropy(y.mT, targets[m], reduction="sum") / target_count
 
         pipeline = Pipeline(schedule, forward, (b, T, C), dtype, device)
-        for inputs, targets, target_count in batches:    # lists of micro-batches; their targets
+        for inputs, targets, target_count in batches:    # two lists, which forward reads
             optimizer.zero_grad()
             losses = pipeline.run()
-            optimizer.step()    # after reduce_tied, if two ranks share a matrix. A norm to clip by
-                                # is that of all stages
+            # Here: reduce_tied, if two ranks share a matrix; clip, by the norm over all stages
+            optimizer.step()
 
     The loss rule: the sum over a micro-batch's tokens, divided by target_count, that of the whole
     batch (all micro-batches, all data-parallel ranks). A mean in each micro-batch is wrong.
 
     shape, dtype: of the activations between stages, the same for every micro-batch and rank.
-    links: of make_links and open_links; without them the pipeline has all ranks.
+    links: of open_links. By default new groups of all ranks.
     around(action): a context around the work of each action, not its messages: a profiler's, say.
     """
 
@@ -176,6 +176,7 @@ class Pipeline:
     def run(self):
         """All actions of this rank's row. Returns the last stage's results, detached, on its rank,
         and [] on the others."""
+        # A StageRunner, or that of zero_bubble.py, which knows I and W
         runner = self.schedule.runner(self.forward, self.row)
         mailbox, results = Mailbox(self), []
         for action in self.row:
@@ -200,8 +201,8 @@ class StageRunner:
 
     def run(self, action, received):
         """From the message that an action waits for to the message that it sends."""
-        work = self.forward if action.kind == "F" else self.backward
-        return work(action.microbatch, action.stage, received)
+        run_pass = self.forward if action.kind == "F" else self.backward
+        return run_pass(action.microbatch, action.stage, received)
 
     def forward(self, m, stage, x):
         if x is not None and torch.is_grad_enabled():
@@ -213,7 +214,7 @@ class StageRunner:
 
     def backward(self, m, stage, gradient):
         if (m, stage) not in self.saved:
-            return None  # the stage is frozen, as are those before it
+            return None  # this stage and those before it are frozen: nothing to do
         x, y = self.saved.pop((m, stage))
         # From y's edge in the graph, as y.backward() would turn zero_bubble.py's mode off
         torch.autograd.backward([get_gradient_edge(y)], [gradient])  # None: y is the loss
@@ -257,7 +258,7 @@ class Schedule:
         return self.rows[rank]
 
     @functools.cached_property
-    def receives(self):
+    def receives_before(self):
         """{action: the messages whose receives a rank posts before it}."""
         return plan_receives(self)
 
@@ -296,9 +297,9 @@ class Mailbox:
         self.sends = []  # (tensor, handle): both must live until the send is done
 
     def receive(self, action):
-        """Post the receives that stand before an action. Return the message that it waits for."""
+        """Post the receives planned before an action. Return the message that it waits for."""
         pipeline = self.pipeline
-        for message in self.schedule.receives[action]:
+        for message in self.schedule.receives_before[action]:
             buffer = torch.empty(pipeline.shape, dtype=pipeline.dtype, device=pipeline.device)
             group = group_for(self.links, message.channel)
             work = dist.irecv(buffer, group=group, group_src=message.source)
@@ -333,14 +334,17 @@ class Mailbox:
 
 
 def plan_receives(schedule):
-    """{action: the messages whose receives a rank posts before it}: of those that have been sent by
-    then, if in each round every rank runs one action or waits.
+    """{action: the messages whose receives a rank posts before it}.
 
-    A receive, on nccl, is a kernel that spins until its message comes. Meanwhile CUDA may wait for
-    an idle device at any time: to load a kernel, to free memory. Here what is waited for has been
-    sent, in an earlier round. A receive that is posted as soon as possible could wait for work
-    that its own rank has still to do: both would wait for ever."""
-    plan, sent = collections.defaultdict(list), {None}
+    Simulate the schedule in rounds: in each, a rank runs its next action if the message that this
+    action waits for was sent in an earlier round. As soon as a message is sent, its receive is
+    planned before the receiver's next action.
+
+    On nccl a posted receive is a kernel that spins until its message comes. Meanwhile CUDA may wait
+    for an idle device, to load a kernel or to free memory. If the sender in turn waits for this
+    rank, both hang. So a rank posts only receives whose message is already sent."""
+    plan = collections.defaultdict(list)
+    sent = {None}  # None: an action that waits for nothing
     rows = [collections.deque(row) for row in schedule.rows]
     while any(rows):
         ready = [row for row in rows if row and schedule.incoming(row[0]) in sent]
@@ -402,7 +406,7 @@ def interleaved(rank, ranks, microbatches, chunks=2):
         raise ValueError(f"interleaved needs {count}, not {microbatches}")
     stages = list(range(rank, chunks * ranks, ranks))
     groups = microbatches // ranks
-    forwards = sorted(ranks * stages) * groups  # for 2 ranks: 0 0 2 2 0 0 2 2 ...
+    forwards = sorted(ranks * stages) * groups  # on rank 0 of 2: 0 0 2 2 0 0 2 2 ...
     backwards = sorted(ranks * stages, reverse=True) * groups  # 2 2 0 0 2 2 0 0 ...
     # Warm-up: p forwards for every local stage but the last, plus two for each later rank, the
     # round trip of the first micro-batch
@@ -414,17 +418,6 @@ def interleaved(rank, ranks, microbatches, chunks=2):
         row.add("B", backward)
     row.add("B", *backwards[len(backwards) - ahead :])
     return row
-
-
-SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved}
-
-
-@functools.cache
-def make_schedule(name, ranks, microbatches, chunks=None):
-    """The Schedule of that name. chunks: stages of a rank, for interleaved. Raises ValueError where
-    none exists for these numbers."""
-    options = {"chunks": chunks} if chunks and name == "interleaved" else {}
-    return Schedule(SCHEDULES[name](rank, ranks, microbatches, **options) for rank in range(ranks))
 
 
 def forward_only(schedule, microbatches=float("inf")):
@@ -440,11 +433,11 @@ def forward_only(schedule, microbatches=float("inf")):
 
 def reduce_tied(weight, group):
     """Sum the gradient of a weight that the ranks of a group share, such as a tied matrix on the
-    first and the last stage: once a step, after its last run. Replicas that start equal stay equal.
-
-    DDP and ZeRO do the same where weight.placement says so: see docs/two-techniques.md."""
+    first and the last stage: once a step, after the step's last pipeline.run(). Replicas that start
+    equal stay equal. DDP and ZeRO can do it instead: docs/two-techniques.md."""
     check_not_summed(weight, group)
     dist.all_reduce(weight.grad, group=group)
+    # Each write changes _version: while it is the same, no backward has come after the sum
     weight.grad.summed_at = {group.group_name: weight.grad._version}
 
 
@@ -452,10 +445,14 @@ def reduce_tied(weight, group):
 
 
 def check_actions(schedule):
-    """An action that is missing, or on two ranks, is a gradient that is missing, or there twice."""
+    """An action that is missing, or there twice, is a gradient that is missing, or there twice. A
+    backward on another rank than its forward would find nothing to do."""
     kinds = collections.defaultdict(str)  # {(micro-batch, stage): its actions, as "FB"}
-    for kind, m, stage in itertools.chain(*schedule.rows):
-        kinds[m, stage] += kind
+    for rank, row in enumerate(schedule.rows):
+        for kind, m, stage in row:
+            if schedule.owner[stage] != rank:
+                raise ValueError(f"stage {stage} is on rank {rank} and {schedule.owner[stage]}")
+            kinds[m, stage] += kind
     passes = schedule.passes if set(kinds.values()) != {"F"} else ["F"]
     for m, stage in itertools.product(sorted({m for m, _ in kinds}), range(schedule.last + 1)):
         if kinds[m, stage] not in passes:
@@ -483,7 +480,7 @@ def check_not_summed(weight, group):
 import harness
 import proof
 import receipts.pipeline
-import zero_bubble
+import zero_bubble  # for --schedule zb-*; it imports this file, so only here
 
 
 def main(doc=__doc__, default="1f1b"):
@@ -507,12 +504,14 @@ def main(doc=__doc__, default="1f1b"):
 
 
 def demo(run):
+    """run: this process's flags, device, data and receipt (proof/run.py)."""
     args, config, rank, ranks = run.args, run.config, run.rank, run.world
     schedule = zero_bubble.find_schedule(args.schedule, ranks, args.microbatches, args.chunks)
     stages, last = schedule.stages(rank), schedule.last
     links = open_links(make_links(), schedule, run.device)
     ends = dist.new_group(sorted({schedule.owner[0], schedule.owner[last]}))
     run.groups(down=links[:2], up=links[2:], tied=ends)  # down: activations, up: gradients
+    # The range of layers of each stage, balanced by FLOPs. `cut` is the plain form
     layers = receipts.pipeline.stage_layers(config, last + 1)
     parts = harness.split(run.meta_model, layers, stages, ends)
     model = run.fill(harness.Stages(parts))
@@ -520,10 +519,10 @@ def demo(run):
     # A matrix that the first and the last stage share, if they are on two ranks
     tied = [p for p in parameters if "partial" in getattr(p, "placement", {})]
     optimizer = harness.make_optimizer(parameters, args)
-    in_w = receipts.pipeline.GradientsInW(parameters)
+    in_w = receipts.pipeline.GradientsInW(parameters)  # counts gradients in W, for the receipt
 
     def forward(stage, m, x):
-        tokens, targets, samples = batches[m]
+        tokens, targets, samples = batches[m]  # the step's, which the loop sets
         x = tokens if x is None else x
         return model[stage](x, targets=targets, target_count=run.target_count, sample_ids=samples)
 
@@ -531,7 +530,7 @@ def demo(run):
     pipeline = Pipeline(schedule, forward, shape, run.dtype, run.device, links, around=in_w)
     for step in run.steps(optimizer):
         batches = run.microbatches(step)
-        optimizer.zero_grad(set_to_none=False)
+        optimizer.zero_grad(set_to_none=False)  # keeps the buffers
         losses = pipeline.run()
         for weight in tied:
             reduce_tied(weight, ends)

@@ -1,17 +1,16 @@
 """Train a GPT in any layout: five kinds of parallelism from flags, the same curve in all of them.
 
-    torchrun --nproc_per_node=8 train.py --dp 2 --tp 2 --pp 2
-    python train.py --dp 2 --cp 2 --tp 2 --pp 2 --ep 4 --experts 8 --sp --zero 1
-    python train.py --dp 2 --out runs/a --save-every 50
-    python train.py --tp 2 --out runs/a --resume
-
 The order of the ranks: tp innermost, so that tensor parallelism stays inside a node; then cp, dp,
 and pp outermost. Here dp 2, tp 2, pp 2 on 8 ranks:
 
-              stage 0         stage 1       groups
-            tp 0   tp 1     tp 0   tp 1     tp  pieces of the same layers   0 1 | 2 3 | 4 5 | 6 7
-    dp 0     0      1        4      5       dp  same weights, other data    0 2 | 1 3 | 4 6 | 5 7
-    dp 1     2      3        6      7       pp  consecutive layers          0 4 | 1 5 | 2 6 | 3 7
+              stage 0         stage 1
+            tp 0   tp 1     tp 0   tp 1
+    dp 0     0      1        4      5
+    dp 1     2      3        6      7
+
+    groups   tp  pieces of the same layers   0 1 | 2 3 | 4 5 | 6 7
+             dp  same weights, other data    0 2 | 1 3 | 4 6 | 5 7
+             pp  consecutive layers          0 4 | 1 5 | 2 6 | 3 7
 
 cp splits each sequence over ranks that hold the same weights, so data-parallel groups have dp x cp
 ranks. ep takes no ranks of its own: the experts are dealt out over ep of these dp x cp ranks, and
@@ -23,9 +22,10 @@ sum over all tokens divided by their number, and the norm counts every parameter
 layout gives the same loss curve, to rounding. The first steps are compared with one process
 (--prove). docs/choosing-a-layout.md says which layout when.
 
-In this order: `mesh` makes the groups; `build` cuts the model and applies the techniques;
-`data_parallel` adds what sums gradients and takes the step; `Runner` does a step's forward and
-backward; `train` has the loop.
+    torchrun --nproc_per_node=8 train.py --dp 2 --tp 2 --pp 2
+    python train.py --dp 2 --cp 2 --tp 2 --pp 2 --ep 4 --experts 8 --sp --zero 1
+    python train.py --dp 2 --out runs/a --save-every 50
+    python train.py --tp 2 --out runs/a --resume          without torchrun it starts its processes
 """
 
 import contextlib
@@ -61,7 +61,7 @@ from trainer.large_vocabulary import lean_head
 from trainer.layout import cp_shape, open_groups, prepare
 from trainer.loss_scale import LossScale
 
-# Each adds its own flags
+# Each adds its own flags. command: --dry-run and --plan; recording: --record
 PARTS = [layout, validation, saving, sampling, tracking, recording, pretrained, command, islands]
 
 
@@ -88,16 +88,12 @@ def main():
 def mesh(args, schedule):
     """This rank's process groups, by name. All ranks create all groups, in the same order.
 
-    tp, pp       as in the picture on top; cp likewise: ranks that share sequences
-    dp           all ranks with the same weights, dp x cp of them
-    ring, ulysses    the two dimensions of the cp ranks, for ring-ulysses
-    ep, copies   of the dp ranks: those that deal the experts out, those that hold the same experts
-    inside, across    of the dp ranks (and of the copies): those that split one copy, those with the
-                 same shards, for --zero-ranks
-    tied         of the pp ranks, the one or two that hold a tied matrix
-    down, up     activations and gradients, two groups each, to later ranks and to earlier ones:
-                 none blocks another
-    island, islands    all ranks of an island; those with the same place in every island"""
+    tp, pp    as in the picture on top
+    cp        ranks that share sequences
+    dp        all ranks with the same weights, dp x cp of them
+    tied      of the pp ranks, the one or two that hold a tied matrix: DDP and ZeRO sum over it
+
+    Each view below has the ranks of a group in its last dimension."""
     size = args.islands, args.pp, args.dp, args.cp, args.tp
     ranks = torch.arange(math.prod(size)).view(size)
     dp = ranks.flatten(2, 3).transpose(2, 3)  # (islands, pp, tp, dp cp)
@@ -117,15 +113,16 @@ def mesh(args, schedule):
 
     groups = {"tp": own_group(ranks), "dp": own_group(dp)}
     groups |= {"cp": own_group(cp.flatten(4)), "pp": own_group(pp), "tied": own_group(tied)}
-    if args.cp_kind == "ring-ulysses":
+    if args.cp_kind == "ring-ulysses":  # the two dimensions of the cp ranks
         groups |= {"ring": own_group(cp.transpose(4, 5)), "ulysses": own_group(cp)}
-    if args.ep > 1:
+    if args.ep > 1:  # ranks that share one copy of the experts; those with the same experts
         groups |= {"ep": own_group(experts), "copies": own_group(experts.transpose(3, 4))}
-    if args.zero_ranks:
-        rows = zero_flags.split_ranks(dp, args.zero_ranks, args.ep)
-        groups |= {name: own_group(ranks) for name, ranks in rows.items()}
-    if args.islands > 1:
+    if args.zero_ranks:  # "inside" splits one copy of the states, "across" has the same shards
+        views = zero_flags.split_ranks(dp, args.zero_ranks, args.ep)
+        groups |= {name: own_group(view) for name, view in views.items()}
+    if args.islands > 1:  # all ranks of an island; those with the same place in every island
         groups |= {"island": own_group(ranks.flatten(1)), "islands": own_group(ranks.flatten(1).T)}
+    # Activations and gradients, to later ranks and to earlier ones: see pipeline.make_links
     return groups | {"down": [own_group(pp), own_group(pp)], "up": [own_group(pp), own_group(pp)]}
 
 
@@ -163,12 +160,14 @@ def data_parallel(run, model, groups):
     takes the step: DDP with an optimizer of torch's, Muon or ZeRO. Mixed precision takes ZeRO even
     at stage 0, which splits nothing but keeps masters: the weights in --dtype."""
     args, dp = run.args, groups["dp"]
+    # Weights from a Hugging Face folder, or drawn from --seed
     draw = pretrained.Folder(args.init_from, run.config).draw if args.init_from else initialize.draw
     buckets = dict(microbatches=args.microbatches, bucket_bytes=int(args.bucket_mb * 2**20))
+    # The pipeline's backward passes of different stages alternate: ZeRO must tell them apart
     scopes = {int(stage): part for stage, part in model.parts.items()}
     one_dtype = args.dtype == args.param_dtype == args.reduce_dtype
 
-    if args.zero == 0 and one_dtype and not args.offload:
+    if args.zero == 0 and one_dtype and not args.offload:  # with muon `prepare` made it --zero 1
         run.fill(model, draw)
         all_reduce = functools.partial(harness.all_reduce, async_op=True)
         # uses(): a matrix that two stages of this rank share is listed twice, like its gradients
@@ -178,7 +177,7 @@ def data_parallel(run, model, groups):
 
     if args.optimizer == "muon":
         run.fill(model, draw)
-        # Of the one process that the first steps are compared with
+        # The one process of --prove takes its steps with this one
         run.make_optimizer = receipts.muon.one_process(muon.PlainMuon, muon.layer_matrices)
         options = dict(lr=args.lr, weight_decay=args.weight_decay, scopes=scopes)
         return muon.Muon(model, dp, muon.layer_matrices(model), **buckets, **options)
@@ -217,7 +216,7 @@ class DDPAndOptimizer:
 # --- forward and backward
 
 
-class Runner:
+class ForwardBackward:
     """Runs micro-batches through this rank's stages: those of a step, a validation or a sample.
 
     run: the flags, device, data and log of this process. optimizer: of `data_parallel`.
@@ -234,21 +233,22 @@ class Runner:
         island = run.rank // (run.world // run.args.islands)
         self.replica = island * run.args.dp + dist.get_rank(groups["dp"]) // run.args.cp
         # Made once: a copy to the device makes it wait
-        self.positions = self.positions_held(run.config.context)
+        self.positions = self.positions_of(run.config.context)
         self.expert_rows = receipts.train.ExpertRows(run, model)
 
     def batches(self, step, **options):
         """This replica's micro-batches of a step: (tokens, targets, samples) of whole sequences."""
         return self.run.microbatches(step, self.replica, self.run.args.dp, **options)
 
-    def step(self, batches):
+    def forward_backward(self, batches):
         """Forward and backward of a step: leaves complete gradients, and returns this rank's part
         of the loss."""
         self.optimizer.zero_grad()
-        target_count = self.loss_scale.count(self.run.target_count)
+        # Divided by the loss scale: losses and gradients are larger by as much
+        scaled_count = self.loss_scale.count(self.run.target_count)
         with self.expert_rows:  # counts for the receipt
-            losses = self.pipeline_for(self.schedule, batches, target_count).run()
-        self.optimizer.finish()
+            losses = self.pipeline_for(self.schedule, batches, scaled_count).run()
+        self.optimizer.finish()  # waits until gradients are summed over the replicas
         # Only the last stage has losses
         return sum(losses, self.run.zero()) / self.loss_scale.value
 
@@ -262,28 +262,28 @@ class Runner:
         divides the sum of the losses."""
         run, args = self.run, self.run.args
         rows, length = batches[0][0].shape
-        held = self.positions
+        positions = self.positions
         if length != run.config.context:  # a sample's
-            held = self.positions_held(length)
-        positions = held.clamp(max=length - 1)  # padding must have some position
+            positions = self.positions_of(length)
+        position_ids = positions.clamp(max=length - 1)  # padding must have some position
 
         def forward(stage, m, x):
             tokens, targets, samples = batches[m]
             if x is None:  # the first stage: this rank's part of each sequence
-                x = context_parallel.shard_sequence(tokens, held)
+                x = context_parallel.shard_sequence(tokens, positions)
             if targets is not None:
-                targets = context_parallel.shard_sequence(targets, held, gpt.IGNORE)
-            return self.model[stage](x, positions, targets, target_count, samples)
+                targets = context_parallel.shard_sequence(targets, positions, gpt.IGNORE)
+            return self.model[stage](x, position_ids, targets, target_count, samples)
 
-        # Of what a stage sends to the next
-        tokens_held = len(held) // args.tp if args.sp else len(held)
+        # Shape and dtype of a message between stages
+        tokens_held = len(positions) // args.tp if args.sp else len(positions)
         shape, dtype = (rows, tokens_held, run.config.width), harness.DTYPES[args.param_dtype]
         links = self.groups["down"] + self.groups["up"]
         return pipeline.Pipeline(
             schedule, forward, shape, dtype, run.device, links, around=self.around
         )
 
-    def positions_held(self, length):
+    def positions_of(self, length):
         """The positions (T/cp,) that this rank holds of a sequence, padding at the end."""
         rank = dist.get_rank(self.groups["cp"])
         return layout.places(self.run.args, length, rank).to(self.run.device)
@@ -319,46 +319,38 @@ def train(run, schedule=None, watch=None):
     pipeline.open_links(groups["down"] + groups["up"], schedule, run.device)
     model = build(run, schedule, groups)
     optimizer = data_parallel(run, model, groups)
-    runner = Runner(run, schedule, groups, model, optimizer, watch)
+    runner = ForwardBackward(run, schedule, groups, model, optimizer, watch)
     tracking.describe(run, schedule)
 
-    # Where the run begins: at step 0, or after that of a checkpoint
-    loss_scale, averaging = runner.loss_scale, islands.alone()  # alone: averages with nobody
-    if args.islands > 1:
-        averaging = islands.Averaging(run, model, optimizer, groups)
+    loss_scale = runner.loss_scale
+    averaging = islands.make(run, model, optimizer, groups)  # over islands, if there are several
     checkpoints = saving.Saver(run, model, optimizer, loss_scale, averaging)
-    first = checkpoints.resume()
-    averaging.go_on(first)
-    if args.only_sample:
-        first = args.steps  # no step is left
-    if first == 0:
-        sampling.show_untrained(runner)
+    first = checkpoints.first_step()  # 0, or that after a checkpoint's
+    sampling.show_untrained(runner, first)
+    recorder = recording.recorded(runner, first)  # for --record
 
-    # What the steps need
     dp, tp, pp, island = (groups.get(name) for name in ("dp", "tp", "pp", "island"))
     # Routers count tokens: with --sp the ranks of tp hold different ones
     sum_load = functools.partial(harness.sum_over, [dp, tp] if args.sp else [dp])
-    full_weights = runner.full_weights
-    about = dict(positions=runner.positions, named=full_weights, first=first)
-    recorder = recording.recorded(run, model, optimizer, groups, **about)
     # Sets the learning rate, counts a step's bytes for the receipt, compares with one process
     steps = run.steps(optimizer, first, averaging.reference)
-    steps = tracking.profiled(run, steps, first)
-    with tracking.open_log(run, first) as log, checkpoints, recorder as record:
+    steps = tracking.profiled(run, steps, first)  # for --profile
+    with tracking.open_log(run, first) as write_row, checkpoints, recorder as record:
         for step in steps:
             # Forward and backward. Meanwhile the optimizer sums gradients over the replicas
             batches = runner.batches(step)
-            loss = runner.step(batches)
+            loss = runner.forward_backward(batches)
             # A rank has the loss of its own tokens, if it has the last stage
             harness.sum_over([dp, pp], loss)
             # The norm of the whole model's gradient, the same on all ranks: all of them clip alike
             norm = optimizer.grad_norm(pipeline_group=pp) / loss_scale.value
             record(batches, loss, norm, loss_scale)
 
-            # Whether loss and norm are finite. All ranks see the same: all take the step, or none
-            # does, and `find` runs it again to name the first gradient that is not finite
-            find = functools.partial(first_nonfinite, model, runner.step, batches)
-            taken = run.check(loss, norm, full_weights, blame=find, scale=loss_scale, group=island)
+            # Skip a step whose loss or norm is not finite: all ranks decide alike. To name the
+            # first such gradient, check() calls `rerun`, which repeats forward and backward
+            rerun = functools.partial(first_nonfinite, model, runner.forward_backward, batches)
+            weights = runner.full_weights  # for --prove
+            taken = run.check(loss, norm, weights, blame=rerun, scale=loss_scale, group=island)
             if taken:
                 optimizer.clip(norm, args.grad_clip)
                 optimizer.step()
@@ -366,24 +358,25 @@ def train(run, schedule=None, watch=None):
             loss_scale.update(taken)
             # Routers' biases move towards an even load, if there are any
             gpt.rebalance(model, sum_load, taken)
-            # If it is time, islands average their weights
-            averaging.after(step)
+            averaging.average_if_due(step)
 
-            log(run.history[-1])
-            if checkpoints.after(step + 1):  # a signal that any rank received
+            write_row(run.history[-1])
+            stopped = checkpoints.save_if_due(step + 1)
+            if stopped:  # by a signal that any rank received
                 return 0
             if validation.due(args, step):
                 loss = validation.validate(run, runner, [dp, pp])
-                log({"step": step + 1, "val_loss": loss})
+                write_row({"step": step + 1, "val_loss": loss})
 
     # After the last step
     exported = pretrained.export(run, model, optimizer, island)
-    code = 0 if exported else 1
     sampling.show(runner)
+    code = 0
     if first < args.steps:  # without a step there is no receipt
+        # Bytes that the formulas predict
         rows = receipts.train.of_run(runner, muon.cuts_within)
-        code = run.receipt(*averaging.expected(*rows)) or code
-    return code
+        code = run.receipt(*averaging.expected(*rows))
+    return code if exported else 1
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Zero bubble: backward in two parts. The one that another rank waits for comes first.
 
-    3 ranks, 4 micro-batches. A digit is that micro-batch's forward, [digit] its backward, (digit
-    the first part of its backward, {digit the second. A dot is a wait.
+    3 ranks, 4 micro-batches. A digit is that micro-batch's forward, [digit] its backward. (digit is
+    I below, {digit is W: F, I and W take one unit each. A dot is a wait.
 
         1F1B, 18 units                          ZB-H1, 14 units
         0 1 2 . . . .[0 ] 3[1 ] .[2 ] .[3 ]     0 1 2 . .(0{0 3(1{1(2{2(3{3
@@ -17,10 +17,13 @@ Split: backward of y = x A^T is two matmuls. dy is the gradient of y.
 
 Sent: what pipeline.py sends. zb-v and dualpipev have two stages per rank: twice as much.
 
-Limits: the pairs take memory. In 1F1B rank r holds r micro-batches fewer than rank 0: zb-h1 puts
-off as many weight gradients. In zb-h2 and zb-v ranks end at different times: to clip by a shared
-norm the early ones wait. Under torch.autocast nothing is put off: cast weights instead.
-docs/pipelines.md has the bubble of each schedule.
+    zb-h1       1F1B's memory, a third of its bubble
+    zb-h2       no bubble, twice the memory
+    zb-v        no bubble, 1F1B's memory, two stages per rank
+    dualpipev   DeepSeek's order of actions, two stages per rank
+
+Limits: the pairs take memory. The gradient norm is a barrier, where ranks that end early wait.
+Under torch.autocast nothing is put off: cast weights instead. docs/pipelines.md compares.
 
     torchrun --nproc_per_node=4 zero_bubble.py --layers 8 --schedule zb-v
 
@@ -35,7 +38,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from pipeline import SCHEDULES, Row, Schedule, StageRunner, make_schedule
+from pipeline import Row, Schedule, StageRunner, gpipe, interleaved, one_f_one_b
 
 # --- the plainest form: a linear layer whose backward is cut in two
 
@@ -99,28 +102,32 @@ def zb_h1(rank, ranks, microbatches, reach=1):
 
 
 class SplitRunner(StageRunner):
-    """Runs I and W as well. Until W, `Deferred` keeps what a weight's gradient needs."""
+    """Runs I and W as well. I is an ordinary backward: `Deferred` took the weights out of its
+    graph, and keeps what their gradients need until W."""
 
     def __init__(self, stage_forward, row):
         super().__init__(stage_forward, row)
-        self.deferred = {action[1:]: Deferred() for action in row if action.kind == "W"}
+        # {(micro-batch, stage): its Deferred}, where backward has two parts
+        self.deferred_of = {(a.microbatch, a.stage): Deferred() for a in row if a.kind == "W"}
 
     def run(self, action, received):
         kind, m, stage = action
         if kind == "W":
-            return self.deferred.pop((m, stage)).accumulate()
-        if (m, stage) not in self.deferred:  # a backward in one part follows, or none
+            return self.deferred_of.pop((m, stage)).accumulate()
+        if (m, stage) not in self.deferred_of:  # a backward in one part follows, or none
             return super().run(action, received)
-        deferred = self.deferred[m, stage]
+        deferred = self.deferred_of[m, stage]
         check_single_backward(action, deferred)
         with deferred:  # in I, too: checkpointed layers run again in backward
             return super().run(action, received)
 
 
 class SplitSchedule(Schedule):
-    """A schedule that may have I and W. A Pipeline takes it like any other: in its example take
-    find_schedule("zb-v", ranks, microbatches) of this file. Beside ZeRO or FSDP:
-    docs/two-techniques.md."""
+    """A schedule that may have I and W. Use it as in Pipeline's example, with
+
+        schedule = find_schedule("zb-v", ranks, microbatches)
+
+    Beside ZeRO or FSDP: docs/two-techniques.md."""
 
     runner = SplitRunner
     passes = ["FB", "FIW"]
@@ -142,11 +149,12 @@ class Deferred(TorchFunctionMode):
         loss.backward()        # I: gradients of inputs, biases, norms and embeddings
         deferred.accumulate()  # W: gradients of weights. Without this line they are missing
 
-    It defers gradients of parameters and their views. Other weights get theirs in I: those that are
-    computed, all under autocast, those in addmm, matmul, bmm and nn.MultiheadAttention.
+    Deferred: parameters, and views of parameters. Not deferred, so their gradients come in I:
+    computed weights, all under autocast, those of addmm, matmul, bmm and nn.MultiheadAttention.
 
-    Set weight.used_twice = True where a stage uses a weight elsewhere too, as a tied embedding. Its
-    gradient then comes in I, in one piece: DDP and ZeRO count the pieces."""
+    Set weight.used_twice = True if the stage also uses the weight outside F.linear (a tied
+    embedding). Else two parts of its gradient would reach the hooks of DDP and ZeRO, which expect
+    one."""
 
     def __init__(self):
         super().__init__()
@@ -155,18 +163,17 @@ class Deferred(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if function in (F.linear, torch._grouped_mm):  # F.grouped_mm calls the latter
-            return self.matmul(function, *args, **kwargs)
+            return self.defer(function, *args, **kwargs)
         return function(*args, **kwargs)
 
-    def matmul(self, function, x, weight, *rest, **options):
-        """As SplitLinear.forward. But SaveInput's node holds x, not the hook: activation
-        checkpointing can drop it there, and compute it again."""
+    def defer(self, function, x, weight, *rest, **options):
+        """As SplitLinear.forward. But x is saved in a graph node, not in the hook's closure."""
         if not can_defer(x, weight):
             return function(x, weight, *rest, **options)
         x = SaveInput.apply(x)
         node = x.grad_fn
 
-        def put_off(gradient):
+        def keep_pair(gradient):
             [saved_x] = node.saved_tensors
             self.entries.append((weight, saved_x.detach(), gradient, options.get("offs")))
 
@@ -174,7 +181,7 @@ class Deferred(TorchFunctionMode):
         # The y of a 3-D x is a view. An in-place ReLU would give it a new node, without the hook
         if y._is_view():
             y = torch.ops.aten._unsafe_view(y, y.shape)
-        y.register_hook(put_off)
+        y.register_hook(keep_pair)
         return y
 
     def accumulate(self):
@@ -197,8 +204,9 @@ def can_defer(x, weight):
 
 
 class SaveInput(torch.autograd.Function):
-    """Identity. Its node saves x before the matmul. Activation checkpointing may so drop x, and
-    compute it again. It stops at the last saved tensor: the matmul does not run again."""
+    """Identity. Saves x in the graph, where activation checkpointing sees it: it drops x after
+    forward, and recomputes x when the hook asks for it. Recomputation stops at the last saved
+    tensor, so the matmul is not repeated."""
 
     @staticmethod
     def forward(ctx, x):
@@ -217,7 +225,7 @@ class WeightGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, weight, x, gradient, offsets):
         ctx.save_for_backward(x, gradient, offsets)
-        return weight.new_zeros(())
+        return weight.new_zeros(())  # a root for backward: its value is not used
 
     @staticmethod
     def backward(ctx, _):
@@ -234,9 +242,16 @@ class WeightGradient(torch.autograd.Function):
 
 def zb_v(rank, ranks, microbatches):
     """Rank r holds the stages r (near) and 2 p - 1 - r (far): of 3 ranks 0 and 5, 1 and 4, 2 and 3.
-    The way through the ranks is a V with both ends on rank 0. docs/pipelines.md draws it."""
+    The way through the ranks is a V with both ends on rank 0. With 5 micro-batches, and a quote
+    behind the far side's:
+
+        0 1 2 3 4'0(0{0'1(1{1'2(2{2(0{0'3(3{3(1{1'4(4{4(2{2(3{3(4{4
+        . 0 1 2'0 3'1(0{0'2(1{1 4(0{0'3(2{2(1{1'4(3{3(2(4(3{2(4{3{4{4
+        . . 0'0 1'1 2'2(0{0 3(0{0'3(1{1 4(1{1'4(2{2(2(3(3(4(4{2{3{4{3{4
+    """
     near, far, row = rank, 2 * ranks - 1 - rank, Row()
-    # Plan at least so many. The last line drops the extra ones, on all ranks: the order stays valid
+    # With few micro-batches plan 2 p - 1 of them, and drop the extra ones at the end: a micro-batch
+    # that is dropped on all ranks leaves the order valid
     padded = max(microbatches, 2 * ranks - 1)
     # Fill: forwards, until the first micro-batch is back from the far end.
     row.add("F" * (2 * (ranks - rank) - 1), near)
@@ -259,9 +274,9 @@ def zb_v(rank, ranks, microbatches):
 
 
 def dualpipev(rank, ranks, microbatches):
-    """Overlaps nothing: it is only DualPipe's order of actions. DeepSeek's kernels run a forward of
-    one side while a backward of the other sends. Their order is folded at its middle here, so
-    stages are those of zb_v. Phases are numbered as in their code."""
+    """DualPipe's order of actions, folded at its middle, so that the stages are those of zb_v. The
+    phases are numbered as in DeepSeek's code. Its kernels overlap a forward of one side with a
+    backward of the other. Nothing overlaps here: train with zb-v, and read this one."""
     if microbatches < 2 * ranks:
         count = f"at least {2 * ranks} micro-batches, twice as many as ranks"
         raise ValueError(f"dualpipev needs {count}, not {microbatches}")
@@ -279,28 +294,32 @@ def dualpipev(rank, ranks, microbatches):
     for _ in range(later_ranks):  # 5: no forwards of the near side are left
         row.add("BF", far)
         row.add("B", near)
-    backwards = [far, near] * (rank + 1)  # 6: backwards only, the second half in two parts
-    row.add("B", *backwards[: rank + 1])
-    row.add("I", *backwards[rank + 1 :])
-    deferred = backwards[rank + 1 :] + [near] * later_ranks  # stages whose W waits, oldest first
-    for stage in deferred[:later_ranks]:  # 7: the last I of the near side, with W in between
+    sides = [far, near] * (rank + 1)  # 6: backwards only, the second half in two parts
+    whole, split = sides[: rank + 1], sides[rank + 1 :]
+    row.add("B", *whole)
+    row.add("I", *split)
+    waiting = split + [near] * later_ranks  # the stages whose W waits, oldest first
+    for stage in waiting[:later_ranks]:  # 7: the last I of the near side, with W in between
         row.add("W", stage)
         row.add("I", near)
-    row.add("W", *deferred[later_ranks:])  # 8: the W that are left
+    row.add("W", *waiting[later_ranks:])  # 8: the W that are left
     return row
 
 
 zb_h2 = functools.partial(zb_h1, reach=2)
+WHOLE = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved}
 SPLIT = {"zb-h1": zb_h1, "zb-h2": zb_h2, "zb-v": zb_v, "dualpipev": dualpipev}
-ALL_SCHEDULES = SCHEDULES | SPLIT
+ALL_SCHEDULES = WHOLE | SPLIT
 
 
 @functools.cache
 def find_schedule(name, ranks, microbatches, chunks=None):
-    """The schedule of that name, of this file or of pipeline.py."""
-    if name not in SPLIT:
-        return make_schedule(name, ranks, microbatches, chunks)
-    return SplitSchedule(SPLIT[name](rank, ranks, microbatches) for rank in range(ranks))
+    """The schedule of that name. chunks: stages of a rank, for interleaved. Raises ValueError where
+    none exists for these numbers."""
+    row, options = ALL_SCHEDULES[name], {}
+    if chunks and name == "interleaved":
+        options["chunks"] = chunks
+    return SplitSchedule(row(rank, ranks, microbatches, **options) for rank in range(ranks))
 
 
 # --- mistakes that would be silent: refused

@@ -113,7 +113,7 @@ def simulate(schedule, time=unit, transfer=0.0):
             while len(of_rank) < len(row):
                 action = row[len(of_rank)]
                 start = of_rank[-1][1] if of_rank else 0.0  # when its rank is free
-                for message in schedule.receives.get(action, []):
+                for message in schedule.receives_before.get(action, []):
                     posted.setdefault(message, start)
                 awaited = schedule.incoming(action)
                 if awaited not in sent:

@@ -82,7 +82,8 @@ twice(lambda q: core({"ring" | "gather" | "ulysses"})(q, q, q) ** 3, 2, 4, 6, 8)
     "pipeline": """
 Schedule([good[0], good[1][:-1]])  # stage 1 runs micro-batch 1 as F
 Schedule([good[0], [*good[1], good[1][-1]]])  # as F B B
-Schedule([good[0], good[0]])  # stage 0 runs micro-batch 0 as F B F B
+Schedule([[*good[0], *good[0]]])  # stage 0 runs micro-batch 0 as F B F B
+Schedule([good[0][:1], good[0][1:]])  # stage 0 is on rank 0 and 1
 Schedule([[a._replace(stage=2 * a.stage) for a in row] for row in good])  # stage 1 ... nothing
 """,
     "pipeline zero_bubble": """
@@ -143,7 +144,7 @@ def user_names(module):
         three_heads=Names(config=three_heads, embed=None, blocks={}, head=None),
     )
     if module.__name__ == "pipeline":
-        names["good"] = module.make_schedule("1f1b", 2, 2)
+        names["good"] = module.Schedule(module.one_f_one_b(r, 2, 2) for r in range(2))
     return vars(foreign) | vars(uses) | globals() | vars(module) | locals() | names
 
 

@@ -35,7 +35,7 @@ def nothing_put_off():
 
 def one_forward_more():
     right = pipeline.one_f_one_b
-    pipeline.SCHEDULES["1f1b"] = lambda rank, ranks, m: right(rank, ranks + (rank == 0), m)
+    zero_bubble.ALL_SCHEDULES["1f1b"] = lambda rank, ranks, m: right(rank, ranks + (rank == 0), m)
 
 
 def waits_for_weights():
@@ -48,7 +48,7 @@ def waits_for_weights():
             row.add("F" if kind == "F" else "IW", stage)
         return row
 
-    zero_bubble.SPLIT["zb-h1"] = wrong
+    zero_bubble.ALL_SCHEDULES["zb-h1"] = wrong
 
 
 def twice_the_capacity():
@@ -77,7 +77,6 @@ def test_what_is_only_late_or_lost_fails(ranks, text, monkeypatch, technique, fl
     [args] = given
 
     def work(rank, plant):
-        pipeline.make_schedule.cache_clear()
         zero_bubble.find_schedule.cache_clear()  # schedules that tests before this one have made
         plant()
         run = proof.Run(args, rank, 2, torch.device("cpu"))

@@ -121,8 +121,10 @@ def test_no_rank_waits_for_ever_on_nccl(name):
     hang."""
     for _, _, _, schedule in shapes(name, (2, 3, 4, 6, 8, 16), (1, 3, 8, 16, 17)):
         for played in (schedule, pp.forward_only(schedule), pp.forward_only(schedule, 1)):
-            assert ends(played, played.receives, channels) and ends(played, played.receives)
-            assert ends(played, played.receives, groups)
+            plan = played.receives_before
+            assert (
+                ends(played, plan) and ends(played, plan, channels) and ends(played, plan, groups)
+            )
         assert not ends(schedule, one_ahead(schedule), channels)
 
 
@@ -177,7 +179,7 @@ def test_a_schedule_that_hangs_is_refused():
     first, second = ["F0 B0 F1 B1".split(), "F0 F1 B0 B1".split()]
     rows = [[pp.Action(k, int(m), s) for k, m in row] for s, row in enumerate((first, second))]
     with pytest.raises(ValueError, match="each rank waits for another"):
-        pp.Schedule(rows).receives
+        pp.Schedule(rows).receives_before
 
 
 def test_stages_of_a_tied_model_on_two_ranks_need_a_group():
@@ -363,7 +365,7 @@ def test_receives_take_few_buffers():
             for row in schedule.rows:
                 held = 0
                 for action in row:
-                    held += len(schedule.receives[action])
+                    held += len(schedule.receives_before[action])
                     assert held <= most
                     message = schedule.incoming(action)
                     held -= message is not None and message.source != message.target
@@ -374,7 +376,7 @@ def test_what_late_receives_cost():
     for name in zb.ALL_SCHEDULES:
         for p in (4, 8):
             late, early = (type(s)(s) for s in [make(name, p, 4 * p)] * 2)
-            early.receives = one_ahead(early)
+            early.receives_before = one_ahead(early)
             late, early = (
                 max(row[-1][1] for row in schedules.simulate(schedule, transfer=0.02))
                 for schedule in (late, early)

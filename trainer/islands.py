@@ -87,14 +87,16 @@ def parts_of(args, config):
 # --- in the loop
 
 
-def alone():
-    """In the place of Averaging where there is one island, which averages with nobody."""
+def make(run, model, optimizer, groups):
+    """An Averaging. Where there is one island, an object in its place that averages nothing."""
+    if run.args.islands > 1:
+        return Averaging(run, model, optimizer, groups)
     return SimpleNamespace(
         reference=None,
         beside=lambda stepped: {},
         arrange=lambda pieces, index: pieces,
         go_on=lambda first: None,
-        after=lambda step: None,
+        average_if_due=lambda step: None,
         expected=lambda *row: row,
     )
 
@@ -151,7 +153,7 @@ class Averaging(diloco.DiLoCo):
         receive = super().exchange(message.to(self.run.device))
         return lambda: [received.to(message.device) for received in receive()]
 
-    def after(self, step):
+    def average_if_due(self, step):
         """After step number `step` of this island: an outer step, for the parts that are due."""
         steps = step + 1
         last = steps == self.args.steps

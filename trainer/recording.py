@@ -53,19 +53,16 @@ def check(args):
 
 
 @contextlib.contextmanager
-def recorded(run, model, optimizer, groups, positions, named, first):
+def recorded(runner, first):
     """Gives a function record(batches, loss, norm, scale), to call when the gradients are complete,
-    before they are clipped. Without --record it does nothing.
-
-    positions  the places of a sequence that this rank holds; beyond its end there is padding
-    named      named() returns (full name, parameter) pairs, whole over the data-parallel ranks
-    first      the first step
-    """
+    before they are clipped. Without --record it does nothing. runner: train.py's. first: the first
+    step."""
+    run = runner.run
     if not run.args.record or first == run.args.steps:
         yield lambda *step: None
         return
     with _disable_current_modes():
-        recording = Recording(run, model, optimizer, groups, positions, named, first)
+        recording = Recording(runner, first)
     yield recording.record
     recording.finish()
 
@@ -73,8 +70,10 @@ def recorded(run, model, optimizer, groups, positions, named, first):
 class Recording(Recorder):
     """A Recorder for a model that is cut: see the top of this file."""
 
-    def __init__(self, run, model, optimizer, groups, positions, named, first):
-        self.run, self.optimizer, self.named, args = run, optimizer, named, run.args
+    def __init__(self, runner, first):
+        # full_weights: (full name, parameter) pairs, whole over the data-parallel ranks
+        self.run, self.optimizer, self.named = runner.run, runner.optimizer, runner.full_weights
+        run, model, args = self.run, runner.model, self.run.args
         path = os.path.join(args.record, FILE)
         # Of a recording that goes on
         earlier = list(read_log(path, first)) if run.rank == 0 and first else []
@@ -82,7 +81,8 @@ class Recording(Recorder):
         for line in earlier:
             print(json.dumps(line), file=self.file)
         self.number, self.noted_step = first, None
-        inside, rank = positions < run.config.context, dist.get_rank(groups["tp"])
+        inside = runner.positions < run.config.context  # beyond its end there is padding
+        rank = dist.get_rank(runner.groups["tp"])
         if args.sp:
             inside = inside.chunk(args.tp)[rank]
         self.mask = inside.unsqueeze(1)  # (T, 1): this rank's tokens that are no padding

@@ -37,10 +37,12 @@ def show(runner):
         runner.run.print(f"\nsample:\n{generate(runner, runner.run.args.sample)}")
 
 
-def show_untrained(runner):
-    """Print in one line how the sample would begin before step 1."""
+def show_untrained(runner, first):
+    """If the run begins with step 1, print in one line how the sample would begin before it."""
     args = runner.run.args
-    if args.sample and not args.compile:  # compiled for a sample's lengths, steps would be slower
+    if (
+        first == 0 and args.sample and not args.compile
+    ):  # compiled for a sample's lengths, steps would be slower
         text = outputs.short(repr(generate(runner, min(args.sample, 40))), 100)
         runner.run.print(f"before step 1 the model writes {text}")
 
@@ -74,7 +76,7 @@ def logits_after(runner, window):
     """The logits (V,) that follow the tokens (1, T), on a rank that has the last stage and the last
     token; else None."""
     results = runner.forward_only([(window, None, None)], None)
-    last = (runner.positions_held(window.shape[1]) == window.shape[1] - 1).nonzero().flatten()
+    last = (runner.positions_of(window.shape[1]) == window.shape[1] - 1).nonzero().flatten()
     if not results or not len(last):
         return None
     logits = results[0][0, last[0]]

@@ -85,8 +85,8 @@ def shape_of(args):
 class Saver:
     """The checkpoints of one run. Without --out it does nothing.
 
-    resume() before the first step; after(step) between two steps, which says whether to stop; the
-    steps stand within `with saver:`, where a signal does not end the process."""
+    first_step() before the first step; save_if_due(step) between two steps, which says whether to
+    stop; the steps stand within `with saver:`, where a signal does not end the process."""
 
     def __init__(self, run, model, optimizer, scale, averaging):
         """scale: a LossScale. averaging: what trainer/islands.py adds to a checkpoint."""
@@ -116,9 +116,16 @@ class Saver:
                     found.append(checkpoint.Piece(name, "buffer", bias, shape, (0,), shape))
         return self.averaging.arrange(found, index)
 
+    def first_step(self):
+        """The step to begin with: 0, that of a checkpoint to go on from, or --steps where none is
+        left, as with --only-sample."""
+        first = self.resume()
+        self.averaging.go_on(first)
+        return self.args.steps if self.args.only_sample else first
+
     def resume(self):
         """With --resume, or started again by torchrun, go on from the newest whole checkpoint in
-        --out. Returns the step to begin with."""
+        --out. Returns its step, or 0."""
         args, run = self.args, self.run
         if not args.out:
             return 0
@@ -187,7 +194,7 @@ class Saver:
             signal.default_int_handler(number, frame)
         self.signal_received = number
 
-    def after(self, step):
+    def save_if_due(self, step):
         """Between two steps: write a checkpoint if it is time. Returns whether a rank received a
         signal, which ends the run.
 
