@@ -347,7 +347,7 @@ def train(run, schedule=None, watch=None):
             record(batches, loss, norm, loss_scale)
 
             # Skip a step whose loss or norm is not finite: all ranks decide alike. To name the
-            # first such gradient, check() calls `rerun`, which repeats forward and backward
+            # gradient at fault, check() calls `rerun`, which repeats forward and backward
             rerun = functools.partial(first_nonfinite, model, runner.forward_backward, batches)
             weights = runner.full_weights  # for --prove
             taken = run.check(loss, norm, weights, blame=rerun, scale=loss_scale, group=island)
