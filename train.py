@@ -286,7 +286,7 @@ class ForwardBackward:
     def positions_of(self, length):
         """The positions (T/cp,) that this rank holds of a sequence, padding at the end."""
         rank = dist.get_rank(self.groups["cp"])
-        return layout.places(self.run.args, length, rank).to(self.run.device)
+        return layout.positions(self.run.args, length, rank).to(self.run.device)
 
     @contextlib.contextmanager
     def around(self, action):

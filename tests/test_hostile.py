@@ -203,7 +203,7 @@ def test_each_position_is_on_one_rank():
     kinds = ("ring", "ulysses", "gather", "ring-ulysses")
     for cp, kind, tp, length in itertools.product((1, 2, 3, 4), kinds, (1, 2, 3), (1, 7, 8, 129)):
         args = SimpleNamespace(cp=cp, cp_kind=kind, cp_rings=None, sp=tp > 1, tp=tp)
-        given = [layout.places(args, length, rank) for rank in range(cp)]
+        given = [layout.positions(args, length, rank) for rank in range(cp)]
         [held] = {len(places) for places in given}
         assert held % tp == 0
         inside = torch.cat(given)

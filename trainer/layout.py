@@ -214,7 +214,7 @@ def token_unit(args):
     return math.lcm(chunks, args.cp * args.tp if args.sp else 1)
 
 
-def places(args, length, rank):
+def positions(args, length, rank):
     """The positions of a sequence that a context-parallel rank holds, padding at the end."""
     padded = length + -length % token_unit(args)
     ring, ulysses = cp_shape(args)
