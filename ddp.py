@@ -101,9 +101,8 @@ class DDP:
     `microbatches` is the number of backward passes per step: a bucket counts as full only after
     the last of them. overlap=False reduces all buckets in finish(). all_reduce(tensor, group=...)
     takes the place of torch's: it returns a handle with wait(), or None if the sum is complete. A
-    parameter without a gradient gets zeros, so weight decay moves it.
-
-    After an exception all ranks call zero_grad(give_up=True) and start the step again."""
+    parameter without a gradient gets zeros, so weight decay moves it. After an exception all ranks
+    call zero_grad(give_up=True) and start the step again."""
 
     def __init__(
         self, parameters, group, microbatches=1, bucket_bytes=25e6, overlap=True, all_reduce=None
@@ -128,8 +127,7 @@ class DDP:
             self.buckets.append(bucket)
         self.addresses = {p: p.grad.data_ptr() for p in trained}  # for record_call
         self.works = []  # this step's all-reduces: works[i] belongs to buckets[i]
-        # "zero_grad()" -> "unfinished backward()" -> "backward()" -> "finish()"
-        self.last_call = None
+        self.last_call = None  # zero_grad() -> unfinished backward() -> backward() -> finish()
         self.zero_grad()
 
     def _arrived(self, bucket, p):  # autograd has added to p.grad

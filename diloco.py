@@ -98,8 +98,8 @@ class DiLoCo:
     @torch.no_grad()
     def step(self):
         """After each optimizer.step(). Returns whether weights were averaged. With every=4, parts=2
-        and delay=1 part 0 is sent at steps 4, 8, ... and applied at 5, 9, ...; part 1 is sent at 2,
-        6, ... and applied at 3, 7, ..."""
+        and delay=1 part 0 is sent at steps 4, 8 and applied at 5, 9; part 1 is sent at 2, 6 and
+        applied at 3, 7."""
         self.steps += 1
         for part in self.parts:
             if self.steps % self.every == part.offset:
