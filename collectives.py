@@ -249,8 +249,7 @@ def double_tree(view, x):
     first, second = (half.split(TREE_PIECE) for half in x.tensor_split(2))
     rounds = [({}, {}) for _ in range(len(first) + height - 1)]
     ranks = list(range(n))
-    # The second tree is mirrored, so that a rank inside one tree is a leaf in the other. If N is
-    # odd, rank 0 is the root of both
+    # Mirrored: a rank inside one tree is a leaf in the other. If N is odd, rank 0 is both roots
     mirrored = [(n % 2 - 1 - place) % n for place in range(n)]
     for rank_at, pieces in ((ranks, first), (mirrored, second)):
         for place in range(1, n):

@@ -59,8 +59,7 @@ def sum_gradients(parameters, group):
 
 class Bucket:
     """One flat buffer for the gradients of several parameters of one dtype and device: each p.grad
-    is a view of it. Autograd adds in place to a p.grad that exists, so nothing is copied in or
-    out."""
+    is a view of it. Autograd adds in place to a p.grad that exists, so nothing is copied."""
 
     def __init__(self, parameters, groups, grads_per_step):
         self.group, *self.further_groups = groups  # sum over one, then over the others, if any
