@@ -52,14 +52,14 @@ BUDGETS = {
     "benchmarks": 2500,
 }
 CEILINGS = {
-    "harness": 2396,
-    "proof": 2158,
-    "receipts": 2276,
-    "trainer": 2539,
-    "simulator": 1881,
+    "harness": 2256,
+    "proof": 1724,
+    "receipts": 2273,
+    "trainer": 2488,
+    "simulator": 1839,
     "exercises": 300,
-    "tests": 12100,
-    "benchmarks": 2366,
+    "tests": 11761,
+    "benchmarks": 2365,
 }
 DEMO = "# --- demo ---"
 # Demos that a lesson runs for another one: `ddp.py --sync server`, `zero.py --stage 3`
