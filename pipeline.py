@@ -336,25 +336,25 @@ class Mailbox:
 def plan_receives(schedule):
     """{action: the messages whose receives a rank posts before it}.
 
-    Simulate the schedule in rounds: in each, a rank runs its next action if the message that this
-    action waits for was sent in an earlier round. As soon as a message is sent, its receive is
-    planned before the receiver's next action.
+    Put all actions in an order in which they could run one after another: in rounds, the last rank
+    first, each rank's next action if its message was sent in an earlier round. As soon as a message
+    is sent, its receive is planned before the receiver's next action.
 
     On nccl a posted receive is a kernel that spins until its message comes. Meanwhile CUDA may wait
     for an idle device, to load a kernel or to free memory. If the sender in turn waits for this
-    rank, both hang. So a rank posts only receives whose message is already sent."""
+    rank, both hang. Here a rank waits only for actions that come earlier in that order."""
     plan = collections.defaultdict(list)
     sent = {None}  # None: an action that waits for nothing
     rows = [collections.deque(row) for row in schedule.rows]
     while any(rows):
-        ready = [row for row in rows if row and schedule.incoming(row[0]) in sent]
+        ready = [row for row in rows[::-1] if row and schedule.incoming(row[0]) in sent]
         if not ready:
             raise ValueError("each rank waits for another one")
-        messages = [schedule.outgoing(row.popleft()) for row in ready]
-        for message in messages:
+        for row in ready:
+            message = schedule.outgoing(row.popleft())
+            sent.add(message)
             if message is not None and message.source != message.target:
                 plan[rows[message.target][0]].append(message)
-        sent.update(messages)
     return plan
 
 
