@@ -46,7 +46,7 @@ TREE_PIECE = 1 << 17  # elements, 512 KB of float32: what a double tree sends at
 def plain_ring_all_reduce(x, group=None):
     """Sum x over the group, in place. x is contiguous.
 
-    Usage, on every rank, in the place of dist.all_reduce:
+    To try it, on every rank, in the place of dist.all_reduce:
 
         loss = cross_entropy(model(x), y, reduction="sum") / target_count  # of all ranks
         loss.backward()

@@ -22,7 +22,8 @@ Sent      Each island sends P b / 8 bytes to each of N-1 others every H steps, w
                             leaves out joins the next message
 
 Limits    An island also holds the old weights, the outer momentum, and with --outer-bits what was
-          left out. On fast links ddp.py gives the better curve. docs/slow-links.md has the rest.
+          left out. Buffers are not averaged. On fast links ddp.py gives the better curve.
+          docs/slow-links.md has the rest.
 
     torchrun --nproc_per_node=4 diloco.py         python diloco.py --stream 3 --outer-bits 4
 

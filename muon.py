@@ -104,7 +104,7 @@ def step_by_owner(plain_muon, group):
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     owners = {p: i % ranks for i, p in enumerate(matrices)}
     for p in matrices:
-        dist.reduce(p.grad, group=group, group_dst=owners[p])  # the sum, on its owner only
+        dist.reduce(p.grad, group=group, group_dst=owners[p])  # the sum, on its owner alone
     plain_muon.step(only={p for p in matrices if owners[p] == rank})
     for p in matrices:
         dist.broadcast(p.data, group=group, group_src=owners[p])

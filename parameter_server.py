@@ -16,7 +16,7 @@ Sent          A worker pushes P e bytes of gradients and pulls as many of weight
               asynchronous. If every rank served 1/N of the weights, this would be ZeRO stage 1.
 Limits        A rank of ddp.py's all-reduce sends 2 (N-1)/N P e, no rank is a bottleneck, no
               gradient is stale: take that for dense models on equal devices. The asynchronous
-              server needs gloo: nccl can't receive from whichever rank is first.
+              server needs gloo, and weights on the CPU: nccl can't receive from whoever is first.
 
     torchrun --nproc_per_node=4 parameter_server.py
     python parameter_server.py --staleness 4

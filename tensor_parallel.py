@@ -1,4 +1,4 @@
-"""Tensor parallelism: every layer is split over the ranks, and all of them work on the same batch.
+"""Tensor parallelism: large matrices are split over the ranks, which all work on the same batch.
 
     x --f--> up (outputs split) -> gelu -> down (inputs split) --g--> y     here with 2 ranks
              rank 0: units 0..H/2          units 0..H/2

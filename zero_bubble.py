@@ -18,8 +18,8 @@ Split: backward of y = x A^T is two matmuls. dy is the gradient of y.
 Sent: what pipeline.py sends. zb-v and dualpipev have two stages per rank: twice as much.
 
     zb-h1       1F1B's memory, a third of its bubble
-    zb-h2       no bubble, twice the memory
-    zb-v        no bubble, 1F1B's memory, two stages per rank
+    zb-h2       no bubble where F = I = W, twice the memory
+    zb-v        no bubble where F = I = W, 1F1B's memory, two stages per rank
     dualpipev   DeepSeek's order of actions, two stages per rank
 
 Limits: the pairs take memory. The gradient norm is a barrier, where ranks that end early wait.
