@@ -10,24 +10,18 @@ ranks queries stay, and keys and values travel. kv2 are those of rank 2:
     rank 3    kv3   kv2   kv1   kv0
 
 In each step a rank computes one tile of attention: its queries with one rank's keys. Meanwhile the
-next keys travel. Rescaled, the tiles add up to exact attention. Attention is causal: with
-consecutive tokens the last rank would see all keys and the first only its own. In the zigzag each
-rank holds an early and a late chunk of the sequence, which is equal work:
+next keys travel. Rescaled, the tiles add up to exact attention. It is causal: with consecutive
+tokens the last rank would have the most work. So each holds an early and a late chunk, a zigzag:
 
     chunk   0 1 2 3 4 5 6 7
     rank    0 1 2 3 3 2 1 0
 
-Sent by a rank, for each block of the model, if N > 1: K and V make N - 1 hops in forward and again
-in backward. Their gradients dK and dV make N hops, because they must come home. Together that is
-(4 r e + 2 a) B T C_kv bytes: r = (N-1)/N, B sequences of T tokens, C_kv the width of K, e bytes an
-element, and a = max(e, 4) bytes an element in the sums dK and dV.
-Two other kinds: gather fetches all keys at once. Ulysses' all-to-alls give a rank all tokens of
-some heads. docs/long-sequences.md compares what they send.
-
-Backward: forward keeps lse, the logarithm of each query's full softmax denominator. e^(score - lse)
-gives any tile's final probabilities without the other tiles. A rank's loss covers only its own
-tokens, so weights' gradients are summed.
-Not worth it for short sequences: a tile takes less time than its messages.
+Sent per block: K and V make N - 1 hops in forward and again in backward. Their gradients make N,
+to come home. In all (4 r e + 2 a) B T C_kv bytes: r = (N-1)/N, B sequences of T tokens, C_kv the
+width of K, e bytes an element, a = max(e, 4) of gradients.
+Backward: with lse, the logarithm of a query's full softmax denominator, e^(score - lse) gives any
+tile's final probabilities. Weights' gradients are summed: a rank's loss is that of its tokens.
+Not for short sequences, where messages take longer than tiles (docs/long-sequences.md).
 
     torchrun --nproc_per_node=4 context_parallel.py
     python context_parallel.py --kind ulysses --family llama

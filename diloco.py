@@ -20,10 +20,8 @@ Sent      Each island sends P b / 8 bytes to each of N-1 others every H steps, w
                             then mixed half and half with the island's own
           --outer-bits B    16: bfloat16; 8, 4: integers, in blocks with a scale. What rounding
                             leaves out joins the next message
-
 Limits    An island also holds the old weights, the outer momentum, and with --outer-bits what was
-          left out. Buffers are not averaged. On fast links ddp.py gives the better curve.
-          docs/slow-links.md has the rest.
+          left out. Buffers are not averaged. On fast links ddp.py is better (docs/slow-links.md).
 
     torchrun --nproc_per_node=4 diloco.py         python diloco.py --stream 3 --outer-bits 4
 

@@ -11,22 +11,17 @@ router's weights. Here E = 4, k = 2, N = 2 ranks have 4 tokens each, and digits 
 
 Split: the experts, and the batch as in data parallelism. A rank's experts have consecutive numbers,
 so rows that are sorted by expert are sorted by rank. How many rows go where depends on the routing:
-ranks first tell each other, and once a layer the host (the CPU) waits to read the numbers.
+ranks first tell each other, and the host (the CPU) waits to read the numbers. Where routing is
+uneven the others wait for the fullest rank: a balance loss (model.py) or `capacity` limits that.
 
 Sent: the rows (dispatch), their results (combine), and in backward the gradients of both. With even
 routing each of the 4 is r k n C e bytes per layer: n tokens per rank, C elements of e bytes a row,
 of which r = (N-1)/N leave the rank. Once a step: 2 r P e, to all-reduce the P other parameters.
 
-Backward: an all-to-all only moves rows, so each row's gradient goes back the way the row came. An
-expert gets its tokens of the whole batch, so its gradient is complete, if each rank divides its
-loss by the number of all tokens. The gradients of all other parameters, the router's too, are
-summed over the ranks.
-
-Uneven routing: the fullest rank keeps the others waiting. A balance loss in the router (model.py)
-or `capacity` limits that.
-
-Not worth it over slow links, or where all experts fit on every rank and a rank has many tokens:
-then data parallelism sends less. docs/experts.md has the threshold.
+Backward: each row's gradient goes back the way the row came. An expert gets its tokens of the whole
+batch, so its gradient is complete, if each rank divides its loss by the number of all tokens. The
+gradients of all other parameters, the router's too, are summed over the ranks.
+Not worth it where all experts fit on every rank and it has many tokens (docs/experts.md).
 
     torchrun --nproc_per_node=4 expert_parallel.py      python expert_parallel.py --experts 5
 

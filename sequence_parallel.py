@@ -16,14 +16,12 @@ Sent        in forward                            in backward
 An all-reduce is a reduce-scatter and then an all-gather, and each sends r = (t-1)/t of the tensor.
 So it sends what tensor parallelism sends: 8 r B T C e per block, at e bytes an element. The
 activations between the layers shrink to 1/t. f's result (B, T, C) is still held, for the gradients
-of up's and qkv's weights. With --gather-again backward gathers it a second time: a quarter more is
-sent.
+of up's and qkv's weights. With --gather-again backward gathers it again, and sends a quarter more.
 
 Norms, positions and the biases after g see only this rank's tokens: the gradients of their P
 parameters are partial sums, which `reduce_partial` all-reduces once a step (2 r P e bytes).
 
-It is slower than tensor parallelism only where latency dominates, because there are twice as many
-messages. The ranks must divide T.
+Twice as many messages: slower than tensor parallelism where latency dominates. t must divide T.
 
     torchrun --nproc_per_node=4 sequence_parallel.py
     python sequence_parallel.py --family llama --nproc 2 --gather-again

@@ -17,8 +17,7 @@ element. Embedding and head add 4 r B T C e, and the loss three numbers per toke
 
 Backward: g's is the identity. All ranks go on with the same y and compute the same loss: it is one
 loss, not t of them. Each partial sum enters y with factor 1, so its gradient is y's gradient.
-f's sum is the complete gradient of x, so the gradients of all earlier layers are complete on every
-rank.
+f's sum is the complete gradient of x, so those of all earlier layers are complete on every rank.
 
 Limits: between nodes it rarely pays. In forward the next layer waits for g's message, and here
 backward waits for f's too, though the weights' gradients could be computed meanwhile (Megatron-LM

@@ -16,7 +16,6 @@ Split: backward of y = x A^T is two matmuls. dy is the gradient of y.
                        it would wait. Until then it keeps the pair (x, dy)
 
 Sent: what pipeline.py sends. zb-v and dualpipev have two stages per rank: twice as much.
-
     zb-h1       1F1B's memory, a third of its bubble
     zb-h2       no bubble where F = I = W, twice the memory
     zb-v        no bubble where F = I = W, 1F1B's memory, two stages per rank
