@@ -3,11 +3,11 @@
 Each trial is a run of train.py in float64 that is disturbed, and must end where an undisturbed run
 of the same flags ends: the same last loss and the same weights, to 1e-10.
 
-    kills  kill -9 of a rank or of the process that started the ranks, --kills times a run; each
-           time the same command is given again, with --resume and in another layout
-    terms  SIGTERM to the process that started the ranks, as often: the run saves and leaves
-    hosts  two hosts (network namespaces joined by a wire) with a torchrun of two ranks each, and
-           kill -9 of any rank, twice a run: torchrun's --max-restarts must do the rest. Linux, root
+    signals  kill -9 of a rank or of the process that started the ranks, or SIGTERM to that process,
+             --kills times a run; each time the same command is given again, with --resume and in
+             another layout
+    hosts    two hosts (network namespaces joined by a wire) with a torchrun of two ranks each, and
+             kill -9 of any rank, as often: torchrun's --max-restarts must do the rest. Linux, root
 
 A line a trial, then a sum. Exit code 1 if a trial failed.
 """
@@ -96,18 +96,10 @@ def apart(result, expected):
     return torch.tensor(differences, dtype=torch.float64).max().item()  # keeps a NaN
 
 
-# --- three kinds of faults: each returns a problem, or None
+# --- two kinds of faults: each returns a problem, or None
 
 
-def kills(trial, chance):
-    return on_this_machine(trial, chance, signal.SIGKILL, {-9, 1})
-
-
-def terms(trial, chance):
-    return on_this_machine(trial, chance, signal.SIGTERM, {0, 143, -15})
-
-
-def on_this_machine(trial, chance, number, allowed):
+def signals(trial, chance):
     """Disturb a run at random moments, start-up and saves included, and start it again each
     time."""
     for i in range(trial.args.kills):
@@ -116,16 +108,16 @@ def on_this_machine(trial, chance, number, allowed):
         if trial.last.exists():
             process.wait()
             raise TooLate
-        victims = [process.pid]
+        number, victims = chance.choice([signal.SIGKILL, signal.SIGTERM]), [process.pid]
         if number == signal.SIGKILL and process.poll() is None:
             victims += children(process.pid)
         victim = chance.choice(victims)
         with contextlib.suppress(ProcessLookupError):
             os.kill(victim, number)
         who = "launcher" if victim == process.pid else f"rank {victims.index(victim) - 1}"
-        trial.notes.append(f"{signal.Signals(number).name} to the {who}")
+        trial.notes.append(f"{number.name} to the {who}")
         code = exit_code(process, 60)
-        if code not in allowed:
+        if code not in ({-9, 1} if number == signal.SIGKILL else {0, 143, -15}):
             return f"exit code {code} after the signal"
     code = exit_code(trial.start(resume=True))
     ended_before = code == 2 and trial.last.exists()  # the last fault came while the run was ending
@@ -197,7 +189,7 @@ def trials(disturb, args, folder, expected, seconds):
 
 def main():
     p = harness.Parser(__doc__)
-    kinds = {"kills": kills, "terms": terms, "hosts": hosts}
+    kinds = {"signals": signals, "hosts": hosts}
     p.add_argument("--only", nargs="+", choices=list(kinds), default=list(kinds))
     p.add_argument("--trials", **harness.POSITIVE, default=20, help="of each kind")
     p.add_argument("--kills", **harness.POSITIVE, default=2, help="in each trial")

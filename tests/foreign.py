@@ -86,7 +86,7 @@ class Transformer(nn.Module):
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
         self.head.weight = self.embed.weight
         if extras:
-            self.unused = nn.Linear(2, 2)
+            self.unused = nn.Linear(7, 7)
             self.norm.bias.requires_grad_(False)
         self.double()
 

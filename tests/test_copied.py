@@ -61,7 +61,8 @@ TABLE = {
 """,
     "muon": """
 {4 mlp|3 torch} muon data="muon"
-2 mlp muon data="muon", microbatches=1
+2 mlp muon data="muon", microbatches=1, bucket_bytes=0
+3 torch muon data="muon", microbatches=3, bucket_bytes=10**7
 """,
     "tensor_parallel": """
 {2 own sgd|3 own adamw|2 llama adamw} tp=ranks

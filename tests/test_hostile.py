@@ -2,7 +2,6 @@
 what it can't write."""
 
 import importlib
-import itertools
 import os
 import signal
 import sys
@@ -15,7 +14,7 @@ from test_flags import SCRIPTS, parser_of
 import harness
 from harness import data, inputs, presets, start, tokens
 from proof import compare, receipt
-from trainer import checkpoint, hf_config, layout, pretrained, tracking
+from trainer import checkpoint, hf_config, pretrained, tracking
 
 NUMBERS = ["0", "-1", "1", "3", "1e308", "nan", "inf", "1" + "0" * 8, "9" * 5000]
 TEXTS = ["/dev/full", "pipe", "folder", "x" * 5000, "folder/" + "ä" * 127, "\udcff", "="]
@@ -196,15 +195,3 @@ def test_a_picture_without_room(capsys):
     figure = SimpleNamespace(savefig=full)
     harness.save(figure, "name")
     assert "--plot name can't be written" in capsys.readouterr().err
-
-
-def test_each_position_is_on_one_rank():
-    """All ranks hold as many, and the ranks that split tokens divide that number."""
-    kinds = ("ring", "ulysses", "gather", "ring-ulysses")
-    for cp, kind, tp, length in itertools.product((1, 2, 3, 4), kinds, (1, 2, 3), (1, 7, 8, 129)):
-        args = SimpleNamespace(cp=cp, cp_kind=kind, cp_rings=None, sp=tp > 1, tp=tp)
-        given = [layout.positions(args, length, rank) for rank in range(cp)]
-        [held] = {len(places) for places in given}
-        assert held % tp == 0
-        inside = torch.cat(given)
-        assert inside[inside < length].sort().values.tolist() == list(range(length))

@@ -238,22 +238,6 @@ def test_zero_in_groups_of_ranks(ranks, text):
         assert receipt["layout"]["zero-ranks"] == args.zero_ranks
 
 
-def test_recomputation_shrinks_the_peak(ranks, text):
-    """One long sequence through 8 blocks, so that head and embedding are little beside them."""
-    flags = f"{VARIANTS['llama']} --tp 2 --sp --layers 8 --context 128 --batch 1 --prove 0"
-    flags += " --dtype float32 --recompute"
-    kinds = ("none", "selective", "half", "block")
-    cases = [arguments(text, f"{flags} {kind}") for kind in kinds]
-    found, _ = ranks(2, lambda rank: [run_layout(rank, args) for args in cases])
-    held = {}
-    for kind, (code, receipt) in zip(kinds, found):
-        peak = receipt["held"]["activations_peak"]
-        assert code == 0 and 1 < peak["bytes"] / peak["formula_bytes"] < 1.6
-        held[kind] = peak["bytes"]
-    assert held["selective"] < 0.8 * held["none"] and held["block"] < 0.5 * held["none"]
-    assert 1.05 * held["block"] < held["half"] < 0.95 * held["selective"]
-
-
 def test_compiled_blocks(ranks, text, monkeypatch):
     """Each block is one graph. The graphs run as they are: code for them takes long to make."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))

@@ -1,7 +1,5 @@
-"""muon.py: its iteration against singular values, its step against PyTorch's Muon, its ranks
-against one process, on matrices of odd shapes. test_copied.py trains models with it."""
-
-from types import SimpleNamespace
+"""muon.py: its iteration against singular values, its step against PyTorch's Muon, its shards and
+owners against one process, on matrices of odd shapes. test_copied.py trains models with it."""
 
 import pytest
 import torch
@@ -9,13 +7,10 @@ import torch.distributed as dist
 import torch.nn as nn
 from foreign import by_singular_values
 from reference import case
-from torch.nn.functional import linear
 
 import muon
-import receipts.muon
 import tensor_parallel
 
-RATES = SimpleNamespace(optimizer="adamw", lr=1e-2, weight_decay=0.1)
 SHAPES = [(5, 9), (9, 4), (1, 7), (6, 1), (1, 1), (8, 8), (3, 4, 6), (2, 7, 3)]
 
 
@@ -123,60 +118,6 @@ def test_largest_first_each_to_the_rank_with_the_least(ranks):
     assert muon.flops(parameters[4]) == 2 * muon.flops(parameters[0])
 
 
-class Odd(nn.Module):
-    """A layer of each shape; a large vector, one smaller than the ranks, a frozen matrix, an
-    embedding, and a matrix without a gradient."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ParameterList(nn.Parameter(matrix) for matrix in matrices())
-        self.embedding, self.large = map(nn.Parameter, matrices(1, [(13, 5), (50,)]))
-        self.small, self.unused = map(nn.Parameter, matrices(2, [(1,), (3, 5)]))
-        self.frozen = nn.Parameter(self.unused.detach().clone(), requires_grad=False)
-
-    def forward(self, tokens):
-        """A loss, summed over tokens (n,)."""
-        x, loss = self.embedding[tokens] @ self.frozen.T @ self.frozen, 0
-        for p in self.layers:
-            for matrix in p.view(-1, *p.shape[-2:]):
-                y = linear(x[:, :1].expand(-1, matrix.shape[1]) + x.mean(1, keepdim=True), matrix)
-                loss = loss + (y * self.large[: y.shape[1]]).tanh().square().sum()
-        return loss * self.small.exp()[0]
-
-
-def batch(step):
-    generator = torch.Generator().manual_seed(step)
-    return torch.randint(13, (12,), generator=generator)
-
-
-def train(optimizer, model, microbatches, rows, steps=3):
-    """(norm of each step, gradients of the last step, weights)."""
-    norms = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        for piece in batch(step)[rows].tensor_split(microbatches):
-            model(piece).backward()
-        if isinstance(optimizer, muon.Muon):
-            norm = optimizer.grad_norm()
-            optimizer.clip(norm, 2.0)
-            optimizer.gather_gradients()
-        else:
-            model.unused.grad = torch.zeros_like(model.unused)
-            norm = nn.utils.clip_grad_norm_(model.parameters(), 2.0)
-        norms.append(norm.item())
-        gradients = [p.grad.clone() for p in model.parameters() if p.requires_grad]
-        optimizer.step()
-    assert min(norms) > 2
-    weights = [p.detach() for p in model.parameters()]
-    return torch.tensor(norms, dtype=torch.float64), gradients, weights
-
-
-def one_process(args):
-    model = Odd()
-    make = receipts.muon.one_process(muon.PlainMuon, lambda model: [*model.layers, model.unused])
-    return train(make(model, args), model, 1, slice(None))
-
-
 def test_step_by_owner(ranks):
     """Two steps, with gradients of each rank's own. The third rank owns nothing."""
 
@@ -196,31 +137,3 @@ def test_step_by_owner(ranks):
     weights, owned = zip(*ranks(3, work))
     torch.testing.assert_close(weights, (expected,) * 3, rtol=1e-12, atol=1e-12)
     assert owned == (1, 1, 0)
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 12])
-def test_equals_one_process(ranks, world):
-    """With 12 ranks some own no matrix, and no element of the small vector."""
-    expected = one_process(RATES)
-
-    def work(rank):
-        rows = torch.arange(12).tensor_split(world)[rank]
-        if world == 3:
-            rows = torch.arange(12).split([7, 4, 1])[rank]
-        for microbatches, bucket_bytes in [(1, 0), (2, 300), (3, 25e6)]:
-            with case(microbatches, bucket_bytes):
-                model = Odd()
-                chosen = [*model.layers, model.unused, model.frozen]
-                given = RATES.lr, 0.1, microbatches, bucket_bytes
-                sharded = muon.Muon(model, dist.group.WORLD, chosen, *given)
-                found = train(sharded, model, microbatches, rows)
-                torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-        shapes = [p.shape for p in sharded.muon.state]
-        moments = [state["exp_avg"].numel() for state in sharded.adamw.state.values()]
-        return shapes, sum(moments)
-
-    owned, moments = zip(*ranks(world, work))
-    # Each rank has states of what it owns, and nobody else has
-    assert sorted(sum(owned, [])) == sorted([*map(torch.Size, SHAPES), torch.Size([3, 5])])
-    assert sum(moments) == 13 * 5 + 50 + 1
-    assert max(moments) - min(moments) <= 3

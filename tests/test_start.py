@@ -346,13 +346,6 @@ def not_forked(*flags):
     return before
 
 
-def test_ranks_that_are_not_forked(tmp_path):
-    flags = [*SMALL, "--nproc", "2", "--dtype", "float64"]
-    script = Script(tmp_path, "ddp", flags, not_forked(*flags))
-    assert script.end() == 0, script.output()
-    assert "proven" in script.output() and script.errors() == []
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_fresh_ranks_end_with_their_launcher(tmp_path, number):

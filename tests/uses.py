@@ -214,7 +214,7 @@ class Layout(OneProcess):
             import muon
 
             matrices = [p for p in self.trained.parameters() if p.full_name in self.matrices]
-            options = dict(lr=1e-2, microbatches=self.microbatches, bucket_bytes=1000)
+            options = dict(lr=1e-2, microbatches=self.microbatches, bucket_bytes=1000) | options
             options["scopes"] = self.stages
             self.sharded = muon.Muon(self.trained, self.data, matrices, **options)
             for settings in self.sharded.adamw.param_groups:
