@@ -22,7 +22,7 @@ OTHERS = [
     "CITATION.cff",
     "pyproject.toml",
 ]
-OTHERS += ["requirements.txt", "requirements-dev.txt", ".gitignore"]
+OTHERS += ["requirements.txt", "requirements-dev.txt", ".gitignore", "mkdocs.yml"]
 CODE = ["harness", "proof", "receipts", "trainer", "simulator", "exercises", "benchmarks"]
 FOLDERS = [*CODE, "tests", "docs", ".ci"]
 # A module may import those of a lower floor and of its own folder; a demo also another lesson
@@ -58,7 +58,7 @@ CEILINGS = {
     "trainer": 2488,
     "simulator": 1839,
     "exercises": 300,
-    "tests": 11763,
+    "tests": 11913,
     "benchmarks": 2365,
 }
 DEMO = "# --- demo ---"

@@ -1,0 +1,58 @@
+"""What mkdocs needs beside docs/: README.md as the first page, and a page of each file that a page
+links to. So the links of the repository lead somewhere on the site too."""
+
+import posixpath
+import re
+from pathlib import Path
+
+from mkdocs.structure.files import File, InclusionLevel
+
+ROOT = Path(__file__).parent.parent
+LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)\s#]+)")
+
+
+def on_files(files, config):
+    if not files.get_file_from_path("index.md"):
+        # As if it were in docs/, from where the other links start
+        text = LINK.sub(lambda link: posixpath.relpath(link[0], "docs"), read("README.md"))
+        files.append(File.generated(config, "index.md", content=text))
+    for page in list(files.documentation_pages()):
+        for link in LINK.findall(page.content_string):
+            path = in_repository(page.src_uri, link)
+            # Links to what does not exist are left alone: the build fails on them
+            if path and (ROOT / path).is_file() and not files.get_file_from_path(source(path)):
+                options = dict(content=shown(path), inclusion=InclusionLevel.NOT_IN_NAV)
+                files.append(File.generated(config, source(path), **options))
+
+
+def on_page_markdown(markdown, page, config, files):
+    def mapped(link):
+        path = in_repository(page.file.src_uri, link[0])
+        target = source(path) if path else None
+        if not files.get_file_from_path(target or ""):
+            return link[0]
+        return posixpath.relpath(target, posixpath.dirname(page.file.src_uri))
+
+    return LINK.sub(mapped, markdown)
+
+
+def in_repository(page, link):
+    """The path of a link's file from the repository's root. None if it is a page of docs/."""
+    path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), link))
+    return None if path.startswith("docs/") else path
+
+
+def source(path):
+    """The page that shows a file."""
+    return f"source/{path}.md"
+
+
+def read(path):
+    return (ROOT / path).read_text()
+
+
+def shown(path):
+    if path.endswith(".md"):
+        return read(path)
+    front = "---\nsearch: {exclude: true}\nhide: [navigation, toc]\n---\n"
+    return f"{front}\n# {path}\n\n```python\n{read(path)}\n```\n"
