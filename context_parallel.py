@@ -449,8 +449,13 @@ def fused_attention(q, k, v, causal):
     if fused_kernel(q) == "cpu":
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return kernel(q.contiguous(), k.contiguous(), v.contiguous(), 0.0, causal)
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention
-    return kernel(q, k, v, 0.0, causal)[:2]  # takes pieces of a tensor, not contiguous
+    if fused_kernel(q) == "flash":
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention
+        return kernel(q, k, v, 0.0, causal)[:2]  # takes pieces of a tensor, not contiguous
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+    kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+    out, lse, *_ = kernel(q, k, v, None, True, 0.0, causal)  # no mask, with lse, no dropout
+    return out, lse[:, :, : q.shape[2]]  # padded: see below
 
 
 def fused_gradients(grad, q, k, v, out, lse, causal):
@@ -458,21 +463,33 @@ def fused_gradients(grad, q, k, v, out, lse, causal):
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         grad, q, k, v, out, lse = (t.contiguous() for t in (grad, q, k, v, out, lse))
         return kernel(grad, q, k, v, out, lse, 0.0, causal)
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_backward
-    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
-    # No packed sequences (None, None), the largest T', no dropout (0.0), its seed and offset
-    options = None, None, q.shape[2], k.shape[2], 0.0, causal, seed, seed[0]
-    return kernel(grad, q, k, v, out, lse.contiguous(), *options)
+    if fused_kernel(q) == "flash":
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_backward
+        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        # No packed sequences (None, None), the largest T', no dropout (0.0), its seed and offset
+        options = None, None, q.shape[2], k.shape[2], 0.0, causal, seed, seed[0]
+        return kernel(grad, q, k, v, out, lse.contiguous(), *options)
+    kv_heads, copies = k.shape[1], q.shape[1] // k.shape[1]
+    k, v = (t.repeat_interleave(copies, dim=1) for t in (k, v))
+    # This kernel reads the lse of 32 queries at once. For those beyond the end e^(score - lse) is 0
+    lse = nn.functional.pad(lse, (0, -q.shape[2] % 32), value=math.inf)
+    kernel = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+    seed = torch.empty((), dtype=torch.int64, device=q.device)  # and offset: no dropout reads them
+    wanted = True, True, True, False  # no gradient of a mask
+    dq, dk, dv, _ = kernel(grad, q, k, v, None, out, lse, seed, seed, 0.0, wanted, causal)
+    return dq, *(t.unflatten(1, (kv_heads, copies)).sum(2) for t in (dk, dv))
 
 
 def fused_kernel(q):
-    """Which of PyTorch's kernels takes q: "cpu", "cuda" (FlashAttention) or None."""
+    """Which of PyTorch's kernels takes q: "cpu"; on CUDA "flash", "efficient"; or None."""
     if q.device.type != "cuda":
         return "cpu" if q.device.type == "cpu" else None
+    if q.dtype == torch.float32:
+        return "efficient" if q.shape[-1] % 4 == 0 else None
     half = q.dtype in (torch.float16, torch.bfloat16)
     fits = half and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
     ampere_or_later = torch.cuda.get_device_capability(q.device) >= (8, 0)
-    return "cuda" if fits and ampere_or_later else None
+    return "flash" if fits and ampere_or_later else None
 
 
 # --- mistakes that would be silent: refused

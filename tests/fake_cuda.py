@@ -8,7 +8,8 @@ prints what it sees of planted mistakes, and for each case a line of JSON:
 
     misplaced   what nccl would refuse: a collective with a tensor that is on the CPU, that is not
                 contiguous, or that has a dtype without a nccl type; and, in train.py, a message in
-                a group of one rank, for which nccl would hold a communicator
+                a group of one rank, for which nccl would hold a communicator. Also scores of
+                attention, (B, H, T, T), which the kernels of a tile never hold
     waits       {operation and line: how often} of what makes the host wait until the device is
                 done: .item(), nonzero, an index that is a mask, blocking copies between both
     kernels     operations that would launch a kernel, as autograd's threads launch them
@@ -56,6 +57,7 @@ NCCL_DTYPES = {
     *(torch.int64, torch.int32, torch.int8, torch.uint8),
 }
 MASKS = torch.bool, torch.uint8
+LONG = 256  # a tensor of four dimensions, of which the last two are as long as this, is scores
 # Their results' shapes are values, which the host must wait for
 VALUE_SHAPED = {"nonzero", "masked_select", "unique", "_unique2", "unique_dim", "is_nonzero"}
 
@@ -108,7 +110,11 @@ class Watch(TorchDispatchMode):
             self.kernels += 1
         if name == "_grouped_mm" and args[0].dtype != torch.bfloat16:
             return grouped_mm_result(*args, **kwargs)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        for t in tensors_in([result]):
+            if t.dim() == 4 and min(t.shape[2:]) >= LONG:
+                self.misplaced[f"scores {list(t.shape)} of {name} at {here()}"] += 1
+        return result
 
     def check_collective(self, name, given):
         self.collectives[name] += 1
@@ -263,6 +269,7 @@ def planted():
         torch.ones(3).to("cuda")
         dist.all_reduce(torch.ones(3))
         dist.all_reduce(x.t())
+        torch.ones(1, 1, LONG, LONG, device="cuda")
     dist.destroy_process_group()
     return len(watch.waits), len(watch.misplaced)
 

@@ -1,10 +1,12 @@
 """context_parallel.py against one process, against PyTorch's attention, and its bytes against the
 formulas."""
 
+import contextlib
 import copy
 import dataclasses
 import inspect
 import json
+import math
 from types import SimpleNamespace
 from unittest import mock
 
@@ -60,9 +62,11 @@ def test_every_token_is_somewhere_once():
 
 def attention(rank, way, world, size, length, seed, dtype):
     """Our attention of random tensors: result, gradients of q, k, v, and the positions that they
-    belong to. "plain tiles" is a ring where no fused kernel runs."""
-    if way == "plain tiles":
-        with mock.patch.object(cp, "fused_kernel", lambda q: None):
+    belong to. "plain tiles" is a ring where no fused kernel runs, "efficient" one that takes the
+    memory-efficient kernel of CUDA, as it is played below."""
+    if way in ("plain tiles", "efficient"):
+        name = None if way == "plain tiles" else way
+        with mock.patch.object(cp, "fused_kernel", lambda q: name), efficient_kernels():
             return attention(rank, "ring", world, size, length, seed, dtype)
     core = make_core(way, world)
     where = core.positions(length)
@@ -73,6 +77,35 @@ def attention(rank, way, world, size, length, seed, dtype):
     out = core(q, k, v)
     out.backward(grad)
     return where, [t.detach() for t in (out, q.grad, k.grad, v.grad)]
+
+
+@contextlib.contextmanager
+def efficient_kernels():
+    """aten's memory-efficient attention, in plain operations. By its sources it takes as many
+    kv-heads as heads, and pads lse with inf to whole blocks of 32 queries."""
+
+    def forward(q, k, v, mask, with_lse, dropout, causal):
+        assert q.shape[1] == k.shape[1] and with_lse
+        scores = cp.masked_scores(q, k, causal)
+        lse = F.pad(scores.logsumexp(-1), (0, -q.shape[2] % 32), value=math.inf)
+        return scores.softmax(-1) @ v, lse, None, None
+
+    def backward(grad, q, k, v, mask, out, lse, seed, offset, dropout, wanted, causal):
+        assert lse.shape[-1] % 32 == 0 and lse.is_contiguous()
+        with mock.patch.object(cp, "fused_kernel", lambda q: None):
+            n, m = q.shape[2], k.shape[2]
+            assert (lse[:, :, n:] == math.inf).all()
+            tile = cp.Tile(slice(n), slice(m), causal)
+            kv = torch.stack((k, v))
+            return *cp.tile_gradients(grad, q, kv, out, lse[:, :, :n], tile), None
+
+    name = "_scaled_dot_product_efficient_attention"
+    aten = torch.ops.aten
+    with (
+        mock.patch.object(aten, name, forward),
+        mock.patch.object(aten, f"{name}_backward", backward),
+    ):
+        yield
 
 
 def make_core(way, world):
@@ -128,7 +161,9 @@ SIZES = {  # batch, heads, kv-heads, width; tokens. Also one token a rank, and f
 @pytest.mark.parametrize("world", SIZES)
 def test_equals_scaled_dot_product_attention(ranks, world):
     cases = [
-        (way, *size) for way in (*cp.KINDS, "contiguous", "plain tiles") for size in SIZES[world]
+        (way, *size)
+        for way in (*cp.KINDS, "contiguous", "plain tiles", "efficient")
+        for size in SIZES[world]
     ]
 
     def work(rank):
@@ -210,9 +245,11 @@ def test_the_flash_kernel_is_for_what_it_takes(monkeypatch):
         device = torch.device(device)
         return cp.fused_kernel(SimpleNamespace(device=device, dtype=dtype, shape=(1, 4, 8, width)))
 
-    assert kernel() == kernel(dtype=torch.float16) == kernel(width=256) == "cuda"
+    assert kernel() == kernel(dtype=torch.float16) == kernel(width=256) == "flash"
+    assert kernel(dtype=torch.float32) == kernel(dtype=torch.float32, width=264) == "efficient"
     assert kernel("cpu") == kernel("cpu", torch.float64, 5) == "cpu"
-    for other in (dict(device="meta"), dict(dtype=torch.float32), dict(width=12), dict(width=264)):
+    double = dict(dtype=torch.float64)
+    for other in (dict(device="meta"), double, dict(width=12), dict(width=264)):
         assert kernel(**other) is None
     capability = (7, 5)
     assert kernel() is None
