@@ -180,7 +180,7 @@ class GPT(nn.Module):
             positions = torch.arange(x.shape[1], device=x.device)
         drop_key = None
         if sample_ids is not None and c.dropout > 0:
-            drop_key = hash64(sample_ids.unsqueeze(1) + hash64(positions))  # (B, T)
+            drop_key = hash32(sample_ids.unsqueeze(1) + hash64(positions))  # (B, T)
         if self.embed is not None:
             x = self.embed(x, positions, drop_key)
         if target_count is None and targets is not None:
@@ -516,13 +516,22 @@ class Dropout(nn.Module):
         if drop_key is None:
             return x
         channel = torch.arange(x.shape[-1], device=x.device) + (self.site << 32)
-        h = (drop_key.unsqueeze(-1) ^ hash64(channel)).to(torch.int32)  # (B, T, C)
-        # MurmurHash3's finaliser mixes the bits. Its constants as signed numbers, as in hash64
-        h = (h ^ (h >> 16 & 0xFFFF)).mul_(-0x7A143595)
-        h = (h ^ (h >> 13 & 0x7FFFF)).mul_(-0x3D4D51CB)
-        h ^= h >> 16 & 0xFFFF
-        keep = h < int((1 - self.p) * 2**32) - 2**31  # h is uniform in -2^31 .. 2^31 - 1
-        return x * keep.to(x.dtype).mul_(1 / (1 - self.p))
+        # The rest of MurmurHash3's finaliser, in place: each operation reads and writes all of h.
+        # Its constants are signed numbers, as in hash64
+        h = (drop_key.unsqueeze(-1) ^ hash32(channel)).mul_(-0x7A143595)  # (B, T, C)
+        h ^= (h >> 13).bitwise_and_(0x7FFFF)
+        h.mul_(-0x3D4D51CB)
+        h ^= (h >> 16).bitwise_and_(0xFFFF)
+        limit = int((1 - self.p) * 2**32) - 2**31  # h is uniform in -2^31 .. 2^31 - 1
+        keep = torch.lt(h, limit, out=torch.empty_like(x))  # 1 or 0, in x's dtype
+        return x * keep.mul_(1 / (1 - self.p))
+
+
+def hash32(x):
+    """The lower half of hash64, with the first step of MurmurHash3's finaliser: it can be taken
+    before two hashes are combined, because a xor of steps is the step of the xor."""
+    h = hash64(x).to(torch.int32)
+    return h ^ (h >> 16 & 0xFFFF)
 
 
 def hash64(x):
