@@ -35,9 +35,11 @@ def draw(name, shape, init, seed):
         chunk.normal_(mean, std, generator=generator)
 
     # A generator works on one core. Chunks of a large matrix have one each, and so all cores
-    chunks = whole.view(-1).split(DRAW_CHUNK)
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        list(pool.map(draw_chunk, chunks, itertools.count()))
+    first, *others = whole.view(-1).split(DRAW_CHUNK)
+    draw_chunk(first, 0)
+    if others:
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            list(pool.map(draw_chunk, others, itertools.count(1)))
     return whole
 
 

@@ -174,13 +174,8 @@ def diagnose(run, everyone, alone, weights_after):
         return "the loss or the norm, on another rank than 0", []
 
     def again(step):
-        def is_theirs(d, x):
-            outputs = [of_rank.outputs[step - 1] for of_rank in everyone]
-            held = torch.cat([of_rank[d.name] for of_rank in outputs if d.name in of_rank])
-            return covers(held, marks_of(x).cpu(), limit)
-
         [(tokens, targets, _)] = run.microbatches(step - 1, pieces=1)
-        return Again(run.config, weights_after(step - 1), tokens, targets, is_theirs)
+        return Again(run.config, weights_after(step - 1), tokens, targets)
 
     first_off, *lines = explain(ours, theirs, found, again)
     return first_off, lines

@@ -14,7 +14,6 @@ The root mean square of the projections' differences estimates the norm of the t
 import itertools
 import math
 import os
-from collections.abc import Callable
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -155,7 +154,7 @@ def explain(a, b, found, again):
     for d in off:
         alike.setdefault(d.cause or relation(a, b, d), []).append(d)
     if not all(text and not text.endswith("the right one") for text in alike):
-        cause = by_training(again(first.step), a, b, first)
+        cause = rows_that_count(again, a, b, first)
         if cause:
             return [*lines, f"{len(off)} of {total} {words} are off", f"cause: {cause}"]
     for text, group in alike.items():
@@ -280,22 +279,20 @@ def sizes_of(a, b):
     return {name: n for name, n in sizes.items() if n > 1}
 
 
-# --- causes for which the right run takes the step again
+# --- a cause for which the right run takes the step again
 
 
 class Again(NamedTuple):
-    """A step of the right run. weights: {name: whole} before it. is_theirs(d, x): whether x is the
-    other run's output of the module of a Difference."""
+    """A step of the right run. weights: {name: whole} before it."""
 
     config: Config
     weights: dict
     tokens: torch.Tensor  # (B, T)
     targets: torch.Tensor
-    is_theirs: Callable
 
-    def model(self, weights):
-        like = next(iter(weights.values()))
-        draw = lambda name, *_: weights[name]  # noqa: E731
+    def model(self):
+        like = next(iter(self.weights.values()))
+        draw = lambda name, *_: self.weights[name]  # noqa: E731
         return initialize.build(self.config, 0, like.device, like.dtype, draw)
 
 
@@ -308,54 +305,26 @@ def first_step(a):
         batch = tensors.pop("tokens"), tensors.pop("targets")
     except (OSError, SafetensorError, LookupError, TypeError, ValueError):
         return None
-
-    def is_theirs(d, x):
-        theirs, output = d.theirs[0, 1:], summary(x.double().flatten(0, -2).sum(0))[1:]
-        return (output - theirs).norm() <= 0.1 * d.limit * theirs.norm()
-
     weights = {name.removeprefix("data."): x for name, x in tensors.items()}
-    return Again(config, weights, *batch, is_theirs) if weights else None
+    return Again(config, weights, *batch) if weights else None
 
 
-def by_training(again, a, b, d):
-    """A cause of the first Difference for which the step is taken again, in words, or ""."""
-    if again is None or d.kind not in ("outputs", "loss", "grad"):
+def rows_that_count(again, a, b, d):
+    """How often each row of the batch counts in the gradients of the first Difference's step, in
+    words, or "": a micro-batch may be left out, or one rank's rows count twice. again: as of
+    `explain`."""
+    ours, theirs = (recording.lines[d.step].get("grad") for recording in (a, b))
+    if d.kind not in ("outputs", "loss", "grad") or not ours or not theirs:
         return ""
-    if d.kind == "outputs":
-        found = bias_of_each_rank(again, d, sizes_of(a, b))
-        if found:
-            return found
-    lines = [recording.lines[d.step].get("grad") for recording in (a, b)]
-    if not all(lines) or len(again.tokens) > MOST_ROWS:
+    again = again(d.step)
+    if again is None or len(again.tokens) > MOST_ROWS:
         return ""
-    return rows_that_count(again, *lines, d.fit)
-
-
-def bias_of_each_rank(again, d, sizes):
-    """Whether a bias after a sum over ranks is added by each of them."""
-    layers = [("attn.proj", "mlp.down"), ("attn.proj",), ("mlp.down",)]
-    for (axis, n), ends in itertools.product(sizes.items(), layers):
-        biases, outputs = tuple(f"{end}.bias" for end in ends), []
-        weights = {x: n * w if x.endswith(biases) else w for x, w in again.weights.items()}
-        model = again.model(weights)
-        model.get_submodule(d.name).register_forward_hook(lambda *x, to=outputs: to.append(x[-1]))
-        with torch.no_grad():
-            model(again.tokens)
-        if again.is_theirs(d, outputs[0]):
-            where = " and ".join(ends)
-            return f"the bias of {where} is added {n} times, once by each rank of {axis}"
-    return ""
-
-
-def rows_that_count(again, ours, theirs, fit):
-    """How often each row of the batch counts in their gradients: a micro-batch may be left out, or
-    one rank's rows count twice. ours, theirs: {name: summaries}."""
 
     def vector(summaries):
         """The projections of all tensors."""
         return torch.cat([table(summaries.get(name, 9 * [0.0]))[0, 1:] for name in ours])
 
-    model, parts, wanted = again.model(again.weights), [], vector(theirs)
+    model, parts, wanted = again.model(), [], vector(theirs)
     count = (again.targets != IGNORE).sum()
     for tokens, targets in zip(again.tokens.split(1), again.targets.split(1)):
         model.zero_grad()
@@ -368,7 +337,7 @@ def rows_that_count(again, ours, theirs, fit):
     # These are ratios of numbers of rows, but for rounding
     times = [Fraction(x).limit_denominator(len(again.tokens) ** 2) for x in solution.tolist()]
     total = parts @ torch.tensor(times, dtype=torch.float64)
-    if len(set(times)) == 1 or (total - wanted).norm() > fit * wanted.norm():
+    if len(set(times)) == 1 or (total - wanted).norm() > d.fit * wanted.norm():
         return ""
     words, end = [], 0
     for value, run in itertools.groupby(times):

@@ -323,7 +323,7 @@ all shards equal: harness.placement:placement
     sgd --tp 2 -> before step 1: the weight of -> ranks 0, 1 have the same shard
 bias on every rank: tensor_parallel:RowParallelLinear.forward
     self.weight)) -> self.weight, self.bias))\n    return y
-    sgd --tp 2 -> step 2, forward: the output of blocks.0 on all -> is added 2 times, once by each
+    sgd --tp 2 -> step 2, forward: the output of blocks.0 on all ->
 no f: tensor_parallel:CopyToGroup.backward
     dist.all_reduce(total, group=ctx.group) -> pass
     sgd --tp 2 -> step 1, backward -> add up to the right one: never summed over tp
