@@ -2,8 +2,6 @@
 
 import functools
 import math
-import re
-from dataclasses import replace
 
 import torch
 
@@ -66,25 +64,3 @@ def parameter_count(config):
 def ceil(a, b):
     """a / b, rounded up."""
     return -(-a // b)
-
-
-@functools.cache
-def parameters_held(config, t, blocks, embedding=True, head=True, experts=None):
-    """How many parameters a rank holds of `blocks` blocks and of the ends.
-
-    t: tensor-parallel ranks. experts: how many experts are on this rank, if not all of them."""
-    held, parts = 0, {"embed": embedding, "blocks": blocks, "head": head}
-    for name, shape in parameter_shapes(replace(config, layers=1)).items():
-        shape = list(shape)
-        if ".experts." in name and experts is not None:
-            shape[0] = experts
-        if re.search(r"\.(qkv|gate|up|token|out)\b", name):  # column-parallel: rows are split
-            rows = max(0, len(shape) - 2)
-            shape[rows] = ceil(shape[rows], t)
-        elif re.search(r"\.(proj|down)\b", name) and len(shape) > 1:  # row-parallel: columns
-            shape[-1] = ceil(shape[-1], t)
-        times = parts[name.partition(".")[0]]
-        if config.tied and name == "embed.token.weight":
-            times = embedding or head
-        held += times * math.prod(shape)
-    return held

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import time
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,7 @@ import torch.distributed as dist
 import model as gpt
 from harness import data, initialize
 from harness.flags import DTYPES, configure
-from harness.presets import parameters_held
+from harness.presets import parameter_count
 from harness.refusal import Refused, say
 
 
@@ -161,7 +162,8 @@ def check_memory(args, world):
     if several_nodes or (args.device != "cpu" and torch.cuda.device_count()):
         return
     config = configure(args)
-    parameters = parameters_held(config, 1, config.layers)
+    one, two = (parameter_count(replace(config, layers=layers)) for layers in (1, 2))
+    parameters = one + (config.layers - 1) * (two - one)
     size = parameters * DTYPES[args.dtype].itemsize
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if size > memory:

@@ -11,13 +11,14 @@ which the lesson's demo and receipts/train.py call alike. Letters: P parameters,
 B sequences of T tokens, C the width, V the vocabulary, r = (n-1)/n on n ranks.
 """
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch.distributed as dist
 
 from harness.flags import DTYPES
-from harness.presets import ceil, parameter_shapes, parameters_held
+from harness.presets import ceil, parameter_shapes
 from model import Config
 
 SCALAR = 8  # bytes: the loss and the squared norm are summed as one float64 each
@@ -88,10 +89,8 @@ class Sizes:
 
     def parameters(self, experts=None):
         """How many parameters the rank has. experts: as if it had so many."""
-        experts = self.experts if experts is None else experts
-        return parameters_held(
-            self.config, self.tp, self.blocks, self.embedding, self.head, experts
-        )
+        sizes = self if experts is None else replace(self, experts=experts)
+        return sum(parameter.elements for parameter in parameters_of(sizes))
 
 
 def sizes_of(args, config, ranks=1, **others):
@@ -191,6 +190,7 @@ class Parameter(NamedTuple):
 CUTS = dict(token=0, out=0, qkv=0, gate=0, up=0, proj=1, down=1)
 
 
+@functools.cache
 def parameters_of(sizes):
     """The rank's Parameters, from the first to the last. A tied matrix comes once."""
     config, found = sizes.config, []

@@ -22,7 +22,6 @@ import operator
 from dataclasses import replace
 
 import zero_bubble
-from harness import presets
 from proof import ledger
 from receipts import context_parallel, formulas, tensor_parallel, zero
 from receipts import pipeline as schedules
@@ -136,20 +135,21 @@ def states_held(args, sizes, layers, ends):
     config, ranks = sizes.config, args.zero_ranks or args.dp * args.cp
     elements = sizes.e, sizes.reduced, (sizes.moments + sizes.masters) * sizes.master
 
-    def parameters(experts=None):
-        return presets.parameters_held(config, args.tp, layers, **ends, experts=experts)
+    def parameters(layers, experts=None):
+        own = dict(layers=(range(layers),), tp=args.tp, experts=experts)
+        return formulas.Sizes(config, 0, 0, **own, **ends).parameters()
 
-    kinds = [(parameters(), ranks)]
+    kinds = [(parameters(layers), ranks)]
     if args.ep > 1:
-        plain, experts = parameters(0), -(-config.experts // args.ep)
-        kinds = [(plain, ranks), (parameters(experts) - plain, max(1, ranks // args.ep))]
+        plain, experts = parameters(layers, 0), -(-config.experts // args.ep)
+        kinds = [(plain, ranks), (parameters(layers, experts) - plain, max(1, ranks // args.ep))]
     held = step = 0
     for count, split in kinds:
         states = zero.model_states(args.zero, split, *elements)
         held += count * sum(states[:2] if args.offload else states)
         step += count / (split if args.zero else 1)
     if args.optimizer == "muon":  # which takes AdamW at both ends
-        held += presets.parameters_held(config, args.tp, 0, **ends) * sizes.master / ranks
+        held += parameters(0) * sizes.master / ranks
     copied = sizes.reduced != sizes.master and not args.offload
     return held, sum(count for count, _ in kinds), step * sizes.master * copied
 
