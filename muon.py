@@ -82,7 +82,7 @@ class PlainMuon(torch.optim.Optimizer):
         state["average"].lerp_(p.grad, 1 - momentum)
         direction = p.grad.lerp(state["average"], momentum)  # Nesterov: the newest counts more
         p.mul_(1 - lr * group["weight_decay"])
-        p.add_(self.scaled(direction, p, group["dtype"]), alpha=-lr)
+        p.sub_(lr * self.scaled(direction, p, group["dtype"]))
 
     def scaled(self, direction, p, dtype):
         """The orthogonalised direction, with a root mean square of 0.2."""
@@ -168,7 +168,8 @@ class Muon:
             self.buckets.append(bucket)
         self.muon = ShardedMuon(matrices, lr, weight_decay)
         groups = [{"params": decayed}, {"params": vectors, "weight_decay": 0.0}]
-        self.adamw = torch.optim.AdamW(groups, lr, betas=(0.9, 0.95), weight_decay=weight_decay)
+        options = dict(betas=(0.9, 0.95), weight_decay=weight_decay, fused=True)
+        self.adamw = torch.optim.AdamW(groups, lr, **options)
         self.optimizers = self.muon, self.adamw
         self.cut_groups = find_cut_groups(trained, group)
         self.addresses = {p: p.data_ptr() for p in trained}
@@ -385,7 +386,18 @@ def group_parameters(parameters, bucket_bytes, kind_of):
 
 class ShardedMuon(PlainMuon):
     """PlainMuon for shards of matrices. All ranks that share a matrix gather the direction, iterate
-    on the whole, and keep their part. A stack that is cut between its matrices needs none of it."""
+    on the whole, and keep their part. A stack that is cut between its matrices needs none of it.
+
+    found_inf, as in torch's fused optimizers: a tensor, 1.0 if a step must change nothing."""
+
+    found_inf = None
+
+    def update(self, p, group):
+        if self.found_inf is not None:
+            average = self.state[p].get("average", 0.0)  # itself as the gradient leaves it as it is
+            p.grad.copy_(torch.where(self.found_inf > 0, average, p.grad))
+            group = group | {"lr": group["lr"] * (1 - self.found_inf.double())}
+        super().update(p, group)
 
     def scaled(self, direction, p, dtype):
         cuts = cuts_within(p)  # at most one: check_matrices

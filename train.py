@@ -56,7 +56,7 @@ import zero_bubble
 from harness import initialize, zero_flags
 from simulator import command
 from trainer import islands, layout, pretrained, recording, sampling, saving, tracking, validation
-from trainer.faults import first_nonfinite
+from trainer.faults import first_nonfinite, skip_where
 from trainer.large_vocabulary import lean_head
 from trainer.layout import cp_shape, open_groups, prepare
 from trainer.loss_scale import LossScale
@@ -346,14 +346,17 @@ def train(run, schedule=None, watch=None):
             norm = optimizer.grad_norm(pipeline_group=pp) / loss_scale.value
             record(batches, loss, norm, loss_scale)
 
-            # Skip a step whose loss or norm is not finite: all ranks decide alike. To name the
-            # gradient at fault, check() calls `rerun`, which repeats forward and backward
+            # The device leaves the step out if loss or norm are not finite. So the host queues the
+            # step first, and waits for the two numbers while the device computes
+            skip_where(run.start_check(loss, norm, runner.full_weights), optimizer)
+            # The gradients are larger by float16's loss scale. Their norm here is without it
+            optimizer.clip(norm, args.grad_clip)
+            optimizer.step()
+            # All ranks decide alike. `rerun` repeats forward and backward, with the same weights,
+            # to name the gradient that is not finite
             rerun = functools.partial(first_nonfinite, model, runner.forward_backward, batches)
-            weights = runner.full_weights  # for --prove
-            taken = run.check(loss, norm, weights, blame=rerun, scale=loss_scale, group=island)
+            taken = run.end_check(blame=rerun, scale=loss_scale, group=island)
             if taken:
-                optimizer.clip(norm, args.grad_clip)
-                optimizer.step()
                 run.log(loss, norm, tracking.mfu(run))
             loss_scale.update(taken)
             # Routers' biases move towards an even load, if there are any

@@ -27,7 +27,7 @@ def make_optimizer(parameters, args):
     vectors = {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0}
     groups = [group for group in (matrices, vectors) if group["params"]]
     if args.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=args.lr)
+        return torch.optim.SGD(groups, lr=args.lr, fused=True)
     return torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
 
 

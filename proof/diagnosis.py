@@ -268,13 +268,15 @@ def covers(held, expected, limit, rows=1024):
 # --- the first gradient that is not finite
 
 
-def first_nonfinite(run, named, blame, group):
+def last_nonfinite(named):
+    """(the last parameter whose gradient is not finite, ""), or (None, "")."""
+    bad = [name for name, p in named() if p.grad is not None and not p.grad.isfinite().all()]
+    return bad[-1] if bad else None, ""
+
+
+def first_nonfinite(run, blame, group):
     """(the rank that has it, and what it may say), in the order of backward: see Run.check."""
-    if blame:
-        name, place = blame()
-    else:
-        bad = [n for n, p in named() if p.grad is not None and not p.grad.isfinite().all()]
-        name, place = bad[-1] if bad else None, ""
+    name, place = blame()
     with torch.device("meta"):
         whole = gpt.GPT(run.config)
     order = [full for full, _ in whole.named_parameters(remove_duplicate=False)]

@@ -70,12 +70,16 @@ def lasting(optimizer):
 def states_of(optimizer):
     """{what an optimizer steps on: its state}, of an optimizer of torch's, ZeRO's or muon.py's."""
     found = {}
-    if hasattr(optimizer, "stage"):
-        optimizer = optimizer.optimizer
-    for each in getattr(optimizer, "optimizers", [optimizer]):
+    for each in optimizers_of(optimizer):
         for group in each.param_groups:
             found |= {p: each.state[p] for p in group["params"]}
     return found
+
+
+def optimizers_of(optimizer):
+    """torch's own, in ZeRO, Muon or alone."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    return getattr(inner, "optimizers", [inner])
 
 
 def message(name, args):

@@ -35,6 +35,7 @@ class Run(rank.TrainingRank):
     """What one rank knows of its steps.
 
     history   a dict for each step
+    numbers   the latest loss, norm, and what `also_read` adds: read once a step, together
     measured  the step that the ledger counts: the second that is taken, or the last
     held      {kind: bytes} after it
     notes     of the compared steps: see diagnosis.Notes
@@ -50,8 +51,7 @@ class Run(rank.TrainingRank):
         self.notes = diagnosis.Notes()
         self.first = 0  # the first step; not 0 after a checkpoint
         self.measured = min(1, args.steps - 1)
-        self.was_read = None  # the latest loss and its numbers: see `read`
-        self.also_read = []  # functions that return one more scalar tensor to read
+        self.also_read = []  # functions that return one more scalar tensor for `numbers`
         self.not_finite = 0  # steps that the optimizer did not take, without an overflow to blame
         self.scale = {}  # the step's loss scale, as a part of its row
         self.watching = contextlib.ExitStack()
@@ -109,49 +109,58 @@ class Run(rank.TrainingRank):
             if self.device.type == "cuda":  # of all tensors, with those that last
                 self.held["cuda_peak"] = torch.cuda.max_memory_allocated(self.device)
 
-    def check(self, loss, norm, named, blame=None, scale=None, group=None):
-        """Whether the optimizer may take the step. Call it before clipping the gradients.
-
-        If the loss or the norm is not finite, the run ends with a sentence, or skips the step under
-        --skip-nan. The gradients of the last step to prove are kept.
+    def check(self, loss, norm, named, group=None):
+        """End the run with a sentence if the loss or the norm is not finite. Call it before
+        clipping: the gradients of the last step to prove are kept. The host waits for the device
+        here; train.py calls the two halves, and queues the optimizer's step between them.
 
         loss, norm  scalar tensors, the same on all ranks of the group
         named       named() returns (full name, parameter) pairs whose .grad is complete
-        blame       blame() returns (name, place) of the first parameter on this rank whose gradient
-                    is not finite, or (None, ""). By default the gradients are searched
-        scale       a trainer.loss_scale.LossScale: a step that it was too large for is skipped
         group       the ranks that train one model, if these are not all
         """
+        self.start_check(loss, norm, named)
+        self.end_check(functools.partial(diagnosis.last_nonfinite, named), group=group)
+
+    def start_check(self, loss, norm, named):
+        """Queue a copy of the numbers to the host. Returns a tensor: 1 if the loss or the norm is
+        not finite, else 0."""
         self.notes.on = False
-        if self.step < self.proven:
-            with _disable_current_modes():  # the ledger must not count the proof's messages
+        with _disable_current_modes():  # the ledger must not count the proof's messages
+            if self.step < self.proven:
                 last = self.step == self.proven - 1
                 self.notes.gradients_of(named, keep=self.step == 0 or last)
+            more = [make() for make in self.also_read]
+        numbers = torch.stack([loss, norm, *more])
+        self.copy = numbers.to("cpu", non_blocking=True)  # into pinned memory
+        if self.device.type == "cuda":
+            self.copied = torch.cuda.current_stream().record_event()
+        return 1 - numbers[:2].isfinite().all().float()
+
+    def end_check(self, blame, scale=None, group=None):
+        """Wait for the numbers. Returns whether the step counts; --skip-nan leaves some out.
+
+        blame       blame() returns (name, place) of the first parameter on this rank whose gradient
+                    is not finite, or (None, "")
+        scale       a trainer.loss_scale.LossScale: a step that it was too large for is skipped
+        """
+        if self.device.type == "cuda":
+            self.copied.synchronize()  # what was queued later may still run
+        self.numbers = loss, norm, *_ = self.copy.tolist()
         self.scale = scale.row() if scale else {}
-        loss, norm, *_ = self.read(loss, norm)
         if math.isfinite(loss) and math.isfinite(norm):
             return True
         self.watching.close()
         overflow = scale.overflow(loss, norm) if scale else None
         if not overflow:
-            self.skip_or_stop(loss, norm, named, blame, group)
+            self.skip_or_stop(loss, norm, blame, group)
         elif self.rank == 0 and not self.args.quiet:
             say(f"step {self.step + 1} {overflow}")
         self.leave_out()
         return False
 
-    def read(self, loss, norm):
-        """The numbers in two scalar tensors, and in those of `also_read`. They are read together
-        and once a step, because the host waits until the device has them."""
-        if self.was_read is None or self.was_read[0] is not loss:
-            with _disable_current_modes():  # the ledger must not count how they are made
-                more = [make() for make in self.also_read]
-            self.was_read = loss, torch.stack([loss, norm, *more]).cpu().tolist()
-        return self.was_read[1]
-
-    def skip_or_stop(self, loss, norm, named, blame, group):
+    def skip_or_stop(self, loss, norm, blame, group):
         """Say which gradient is not finite. End the run, if it may skip no more steps."""
-        speaker, sentence = diagnosis.first_nonfinite(self, named, blame, group)
+        speaker, sentence = diagnosis.first_nonfinite(self, blame, group)
         text = f"step {self.step + 1} has loss {loss:g}, gradient norm {norm:g}; {sentence}"
         self.not_finite += 1
         allowed = getattr(self.args, "skip_nan", 0)
@@ -173,13 +182,13 @@ class Run(rank.TrainingRank):
         self.restart_clock()
 
     def log(self, loss, norm, mfu=None):
-        """End a step: print a line, and add a row to the history. Shows mfu(tokens/s) too, if mfu
-        is given."""
+        """End a step, whose loss and norm check() has read: print a line, and add a row to the
+        history. Shows mfu(tokens/s) too, if mfu is given."""
         self.watching.close()
         now = time.perf_counter()
         rate = self.target_count / (now - self.last)
         self.last = now
-        loss, norm, *_ = self.read(loss, norm)
+        loss, norm, *_ = self.numbers
         row = {"step": self.step + 1, "loss": loss, "grad_norm": norm, "lr": self.lr}
         row |= {"tokens_per_s": rate} | self.scale
         if mfu:

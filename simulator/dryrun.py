@@ -34,7 +34,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.optim import adam
+from torch.optim import adam, sgd
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import context_parallel
@@ -127,9 +127,9 @@ class DryRun(proof.Run):
         self.ledger.clock()
         self.end(optimizer)
 
-    def check(self, *args, **options):
+    def start_check(self, *args):
         self.peak_before_step = self.ledger.peak
-        return super().check(*args, **options)
+        return super().start_check(*args)
 
     def receipt(self, layout, sent=(), held=(), notes=(), role=None):
         return 0
@@ -281,6 +281,8 @@ def stand_ins(args, routing):
         (context_parallel, "fused_kernel", lambda q: "cpu"),
         (torch, "is_autocast_enabled", lambda *_: False),
         (adam, "_device_dtype_check_for_fused", lambda *_, **__: None),
+        (sgd, "_device_dtype_check_for_fused", lambda *_, **__: None),
+        (torch, "_fused_sgd_", lambda p, grads, *_, **__: torch._foreach_add_(p, grads)),
     ]
     if args.backend == "nccl" and not getattr(args, "many_operations_a_norm", False):
         # An operation that reads, writes and keeps the same

@@ -12,6 +12,7 @@ prints what it sees of planted mistakes, and for each case a line of JSON:
                 attention, (B, H, T, T), which the kernels of a tile never hold
     waits       {operation and line: how often} of what makes the host wait until the device is
                 done: .item(), nonzero, an index that is a mask, blocking copies between both
+    queued      the fewest kernels that the device still has when the host waits for an event
     kernels     operations that would launch a kernel, as autograd's threads launch them
     collectives {operation: calls}
     error       null, or what ended it
@@ -44,6 +45,7 @@ import proof
 from proof.ledger import group_in, tensors_in
 from simulator import dryrun
 from simulator.meter import grouped_mm_result
+from trainer import saving
 
 FOLDERS = ("", "harness", "proof", "receipts", "trainer", "simulator", "tests")
 OWN = [os.path.join(ROOT, folder).rstrip("/") for folder in FOLDERS]
@@ -84,7 +86,7 @@ class Watch(TorchDispatchMode):
     def begin(self):
         self.misplaced, self.waits = collections.Counter(), collections.Counter()
         self.collectives, self.kernels = collections.Counter(), 0
-        self.pinned = set()  # storages
+        self.pinned, self.queued = set(), []  # storages; kernels
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -138,6 +140,8 @@ class Watch(TorchDispatchMode):
         if name == "_to_copy" and kwargs.get("device") is not None:
             source, target = args[0], torch.device(kwargs["device"]).type
             free = kwargs.get("non_blocking")
+            if free and target == "cpu":  # into pinned memory
+                return
         elif name == "copy_":
             source, target = args[1], args[0].device.type
             free = len(args) > 2 and args[2]
@@ -146,6 +150,15 @@ class Watch(TorchDispatchMode):
         free = free and source.untyped_storage()._cdata in self.pinned
         if {source.device.type, target} == {"cpu", "cuda"} and not free:
             self.waits[f"copy {source.device.type} to {target} at {here()}"] += 1
+
+    # A stream, and an event on it
+
+    def record_event(self):
+        self.launched = self.kernels
+        return self
+
+    def synchronize(self):
+        self.queued.append(self.kernels - self.launched)
 
 
 class FakeRun(dryrun.DryRun):
@@ -159,6 +172,11 @@ class FakeRun(dryrun.DryRun):
 
     def same(self, value, what, advice):
         """Outside of FakeTensorMode the device makes no tensors."""
+
+    def agree(self, problem):
+        """All .item() are 1."""
+
+    any = bool
 
     def leave_values(self, model):
         self.modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -176,6 +194,7 @@ class FakeRun(dryrun.DryRun):
         self.result = {
             "misplaced": dict(seen.misplaced),
             "waits": dict(seen.waits),
+            "queued": min(seen.queued, default=None),
             "kernels": seen.kernels,
             "collectives": dict(seen.collectives),
         }
@@ -244,6 +263,9 @@ def play(script, flags, rank, world):
             patch(module, "open_groups", under_fake_tensors(module.open_groups))
         patch(torch, "_foreach_zero_", zero_each)
         patch(dist, "all_gather_object", gather_copies)
+        patch(torch.cuda, "current_stream", lambda: runs[0].seen)
+        patch(saving.Saver, "save_if_due", lambda *_: False)
+        patch(proof.run, "_disable_current_modes", contextlib.nullcontext)
         try:
             module.main()
             return {"error": "no step was played"}

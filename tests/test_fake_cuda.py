@@ -1,5 +1,6 @@
 """The scripts on a CUDA device that does not exist: nothing is in the wrong place, and the host
-waits for the device once a step. fake_cuda.py says what it can see. Skipped without a compiler."""
+waits for the device once a step, which still has work then. fake_cuda.py says what it can see.
+Skipped without a compiler."""
 
 import json
 import pathlib
@@ -30,14 +31,15 @@ CASES = [
     ("train", f"{TRAIN} --cp 2 --family llama --kv-heads 2 --param-dtype bfloat16", 1, 2, 520),
     ("context_parallel", f"{SMALL} --kind ulysses --family llama --kv-heads 2", 1, 4, 390),
     ("expert_parallel", f"{SMALL} --experts 5 --shared 1 --chunks 4", 1, 3, 720),
-    ("train", TRAIN, 0, 1, 210),
+    ("train", f"{TRAIN} --out OUT", 0, 1, 220),
     ("train", f"{TRAIN} --layers 2 --dp 2 --tp 2 --pp 2", 5, 8, 220),
     ("train", f"{TRAIN} --layers 2 --dp 2 --tp 2 --sp --pp 2 --zero 1", 0, 8, 240),
-    ("train", f"{TRAIN} --dp 3 --zero 2 --param-dtype bfloat16", 2, 3, 230),
+    ("train", f"{TRAIN} --dp 3 --zero 2 --param-dtype bfloat16 --out OUT", 2, 3, 240),
     ("train", f"{TRAIN} --dp 2 --zero 3 --recompute block", 1, 2, 260),
-    ("train", f"{TRAIN} --dp 6 --zero 3 --zero-ranks 3 --microbatches 1", 4, 6, 135),
-    ("train", f"{TRAIN} --param-dtype float16", 0, 1, 225),
-    ("train", f"{TRAIN} --layers 4 --pp 4 --schedule zb-h1", 2, 4, 140),
+    ("train", f"{TRAIN} --dp 6 --zero 3 --zero-ranks 3 --microbatches 1", 4, 6, 145),
+    ("train", f"{TRAIN} --param-dtype float16", 0, 1, 235),
+    ("train", f"{TRAIN} --layers 4 --pp 4 --schedule zb-h1", 2, 4, 145),
+    ("train", f"{TRAIN} --dp 2 --optimizer muon", 1, 2, 400),
     ("train", f"{TRAIN} {DUALPIPEV} --zero 2", 1, 2, 440),
     ("train", f"{TRAIN} --cp 4 --cp-kind ring-ulysses --param-dtype bfloat16", 2, 4, 350),
     ("train", f"{TRAIN} --cp 2 --tp 2 --sp --dropout 0.1", 3, 4, 640),
@@ -67,10 +69,14 @@ def problems(case, result):
         yield result["error"]
         return
     yield from result["misplaced"]
-    # The loss and the norm are read together; a dispatch must know how many rows travel
-    waits = [wait for wait in result["waits"] if "the experts' sizes" not in wait]
-    if sum(result["waits"][wait] for wait in waits) != 1:
-        yield f"the host waits more than once a step: {result['waits']}"
+    # A dispatch must know how many rows travel
+    waits = {wait for wait in result["waits"] if "the experts' sizes" not in wait}
+    if waits:
+        yield f"the host waits: {result['waits']}"
+    # The loss and the norm are read together. train.py's device has the optimizer's step then
+    least = 5 if case[0] == "train" else 0
+    if result["queued"] is None or result["queued"] < least:
+        yield f"{result['queued']} kernels are left when the host waits, at least {least} before"
     if result["kernels"] > most:
         yield f"{result['kernels']} kernels a step, {most} before"
 
@@ -81,6 +87,7 @@ def test_steps_on_cuda(tmp_path):
     path = library(tmp_path)
     command = [sys.executable, "-W", "ignore", str(HERE / "fake_cuda.py"), str(path)]
     cases = "\n".join(json.dumps(case[:4]) for case in CASES)
+    cases = cases.replace("OUT", str(tmp_path / "out"))
     done = subprocess.run(command, input=cases, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     planted, *results = [json.loads(line) for line in done.stdout.splitlines()]
@@ -88,6 +95,6 @@ def test_steps_on_cuda(tmp_path):
     assert planted == [3, 3]
     found = []
     for case, result in zip(CASES, results, strict=True):
-        print(case, result.get("kernels"), result.get("waits"))
+        print(case, *(result.get(key) for key in ("kernels", "queued", "waits")))
         found += [f"{case[0]} {case[1]}: {problem}" for problem in problems(case, result)]
     assert not found, "\n".join(found)

@@ -182,14 +182,14 @@ def test_a_rank_that_hangs_is_named(text, tmp_path):
 
 def test_ranks_that_wait_for_each_other_are_told(text, tmp_path):
     def busy():
-        check = proof.Run.check
+        check = proof.Run.end_check
 
         def planted(run, *args, **kwargs):
             if run.step == 3 and run.rank == 1:
                 time.sleep(60)
             return check(run, *args, **kwargs)
 
-        proof.Run.check = planted
+        proof.Run.end_check = planted
 
     run = Training(tmp_path, "--steps 6 --timeout 4 --dp 2", text, busy)
     assert run.end() == 1

@@ -1,5 +1,5 @@
 """float16 and its loss scale: torch's GradScaler on one process, and the same decisions in every
-layout."""
+layout. Steps that are left out."""
 
 import copy
 import json
@@ -7,10 +7,11 @@ from unittest import mock
 
 import pytest
 import torch
-from test_checkpoint import history
+from test_checkpoint import history, same_tensors, whole
 from test_layouts import VARIANTS, arguments
 
 import harness
+import proof
 import train
 from harness import data, initialize
 from trainer import loss_scale
@@ -150,3 +151,43 @@ def test_a_gradient_that_is_never_finite_ends_the_run(ranks, text, monkeypatch):
     [(code, rows, said)] = ranks(1, history, args, broken)
     assert code == 1 and "step 4 has loss" in said and "blocks.1.mlp.down.bias" in said
     assert [row["loss_scale"] for row in rows] == [4.0, 4.0, 2.0]
+
+
+def steps_1_and_3_are_bad(rank, args):
+    data_parallel = train.data_parallel
+
+    def planted(run, model, *rest):
+        result = data_parallel(run, model, *rest)
+        bias = dict(model.named())["blocks.0.mlp.down.bias"]
+        bias.register_hook(lambda g: g * torch.nan if run.step in (0, 2) and rank == 1 else g)
+        return result
+
+    with mock.patch.object(train, "data_parallel", planted):
+        return history(rank, args)
+
+
+def only_steps_2_and_4(rank, args):
+    batches = proof.Run.microbatches
+
+    def planted(run, step, *rest, **options):
+        return batches(run, 2 * step + 1, *rest, **options)
+
+    with mock.patch.object(proof.Run, "microbatches", planted):
+        return history(rank, args)
+
+
+@pytest.mark.parametrize(
+    "flags", ["", "--optimizer sgd", "--optimizer muon", "--zero 1 --offload", "--zero 3"]
+)
+def test_a_step_that_is_left_out_changes_nothing(ranks, text, tmp_path, flags):
+    """The device leaves it out: weights and states are those of a run without it."""
+    flags += " --layers 1 --width 16 --heads 2 --batch 4 --dp 2 --grad-clip 0.1 --prove 0"
+    flags += " --warmup 0 --lr 0.01 --min-lr 0.01 --skip-nan 2 --eval-every 0"
+    for steps, work, left_out in (
+        (4, steps_1_and_3_are_bad, [True, False, True, False]),
+        (2, only_steps_2_and_4, [False, False]),
+    ):
+        args = arguments(text, f"{flags} --steps {steps} --out {tmp_path}/{steps}")
+        for code, rows, _ in ranks(2, work, args):
+            assert code == 0 and [row["loss"] is None for row in rows] == left_out
+    same_tensors(whole(tmp_path / "4/step-00000004"), whole(tmp_path / "2/step-00000002"), 1e-14)

@@ -1,6 +1,16 @@
-"""Find the parameter whose gradient is not finite."""
+"""A step whose loss or gradient is not finite: it is left out, and the parameter is found."""
 
 import functools
+
+from proof.ledger import optimizers_of
+
+
+def skip_where(found_inf, optimizer):
+    """Have the optimizer leave out its next step where found_inf, a tensor, is 1. The host does not
+    wait for it, unless the optimizer's states are the host's."""
+    for each in optimizers_of(optimizer):
+        first = next(p for group in each.param_groups for p in group["params"])
+        each.found_inf = found_inf.to(first.device)  # torch's fused optimizers look at it
 
 
 def first_nonfinite(model, step, batches):

@@ -203,8 +203,7 @@ class Saver:
         args = self.args
         if not args.out:
             return False
-        _, [_, _, signal_of_any_rank] = self.run.was_read  # with the step's loss
-        stop = int(signal_of_any_rank)
+        stop = int(self.run.numbers[-1])  # signal_of_any_rank's, read with the step's loss
         last = stop or step == args.steps
         if last or args.save_every and step % args.save_every == 0:
             try:
@@ -233,6 +232,8 @@ class Saver:
         """The number of a signal that a rank received, or 0, as a tensor. Islands learn of it a
         step later, so that no step waits for a slow link."""
         received = torch.full((), self.signal_received, device=self.run.device)
+        if self.run.world == 1:
+            return received
         work = dist.all_reduce(received, op=dist.ReduceOp.MAX, async_op=True)
         self.asked.append((work, received))
         if self.args.islands > 1 and len(self.asked) == 1:
