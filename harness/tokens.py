@@ -23,7 +23,6 @@ from harness import inputs
 from harness.refusal import Refused, refusing
 
 # Two encodings that agree on this text are taken for the same
-PROBE = "It is 1,234 o'clock;\n\n\tdef f(x): return  x + 12\n  Ähnlich, naïve — 語 🙂 THE END"
 
 
 class Bytes:
@@ -81,11 +80,6 @@ def of(tokenizer):
 def vocabulary(tokenizer):
     """How many tokens an encoding has. Downloads nothing."""
     return (NAMED.get(tokenizer) or of(tokenizer)).n_vocab
-
-
-def same(a, b):
-    """Whether two encodings make the same tokens, as far as one text of many kinds shows."""
-    return list(a.encode_ordinary(PROBE)) == list(b.encode_ordinary(PROBE))
 
 
 class FolderEncoding:

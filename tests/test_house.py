@@ -52,11 +52,11 @@ BUDGETS = {
     "benchmarks": 2500,
 }
 CEILINGS = {
-    "harness": 2256,
-    "proof": 1724,
+    "harness": 2249,
+    "proof": 1739,
     "receipts": 2273,
-    "trainer": 2488,
-    "simulator": 1839,
+    "trainer": 2475,
+    "simulator": 1841,
     "exercises": 300,
     "tests": 11913,
     "benchmarks": 2365,

@@ -11,7 +11,7 @@ import torch
 
 import train
 from harness import Refused, data, tokens
-from trainer import sampling, tokenizer
+from trainer import sampling
 
 transformers = pytest.importorskip("transformers")
 TEXT = "It is a truth universally acknowledged.\n\n  A man, 1234 of them -- ÄÖ€ 🙂\n" * 40
@@ -111,33 +111,19 @@ def prepare(*flags):
     return train.prepare(train.flags().parse_args([str(flag) for flag in flags]))
 
 
-def said(*flags):
-    """What a run with these flags says of its tokens."""
-    args, _ = prepare(*flags)
-    return tokenizer.describe(args, tokens.of(args.tokenizer))
-
-
 def test_the_models_own_tokenizer_is_the_default(model):
     args, config = prepare("--init-from", model)
     assert args.tokenizer == str(model) and config.vocab == 512
-    assert said("--init-from", model) == []
     assert prepare()[0].tokenizer == "bytes"
 
 
-def test_another_tokenizer_must_be_asked_for_and_is_told(model, tmp_path):
-    [sentence] = said("--init-from", model, "--tokenizer", "bytes")
-    assert "is not the model's own" in sentence
-    same, bare = tmp_path / "same", tmp_path / "bare"
-    shutil.copytree(model, same)
-    settings = json.loads((same / "tokenizer.json").read_text())
-    (same / "tokenizer.json").write_text(json.dumps(settings, indent=3))
-    assert said("--init-from", model, "--tokenizer", same) == []  # other bytes, the same tokens
+def test_another_tokenizer_must_be_asked_for(model, tmp_path):
+    bare = tmp_path / "bare"
     shutil.copytree(model, bare)
     (bare / "tokenizer.json").unlink()
     with pytest.raises(Refused, match="no tokenizer.json.*FOLDER, gpt2 or bytes"):
         prepare("--init-from", bare)
-    [sentence] = said("--init-from", bare, "--tokenizer", model)
-    assert "taken for the model's own" in sentence
+    assert prepare("--init-from", bare, "--tokenizer", model)[0].tokenizer == str(model)
 
 
 def test_a_new_model_takes_the_tokenizers_vocabulary(model):

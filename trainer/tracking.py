@@ -15,7 +15,6 @@ import harness
 from harness import Refused, outputs, say
 from receipts import pipeline as schedules
 from receipts.formulas import flops_per_token
-from trainer import tokenizer
 
 
 def add_flags(parser):
@@ -73,8 +72,6 @@ def describe(run, schedule):
         layout = f"{args.islands} islands of {layout}"
     text = f"text {run.corpus.name}: {len(run.corpus.tokens):,} tokens, {run.target_count:,} a step"
     run.print(f"{harness.parameter_count(config):,} parameters, {layout}; {text}")
-    for sentence in tokenizer.describe(args, getattr(run.corpus, "encoding", None)):
-        run.print(sentence)
     if args.pp > 1:
         layers = schedules.stage_layers(config, schedule.last + 1)
         layers = ", ".join(f"{r.start}-{r.stop - 1}" for r in layers)
