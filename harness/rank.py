@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import time
 from dataclasses import replace
 
 import torch
@@ -12,13 +11,11 @@ import model as gpt
 from harness import data, initialize
 from harness.flags import DTYPES, configure
 from harness.presets import parameter_count
-from harness.refusal import Refused, say
+from harness.refusal import Refused
 
 
 class Rank:
     """One rank's flags, number and device: all that a demo needs that does not train."""
-
-    spoke = 0.0  # when it last printed a line
 
     def __init__(self, args, rank, world, device):
         self.args, self.rank, self.world, self.device = args, rank, world, device
@@ -53,26 +50,12 @@ class Rank:
     def print(self, *args, **kwargs):
         """Print on rank 0, unless --quiet is given. A full disk or a closed terminal ends no run;
         a reader that has gone, as `head` does, ends it."""
-        Rank.spoke = time.monotonic()
         if self.rank == 0 and not self.args.quiet:
             try:
                 print(*args, **kwargs, flush=True)
             except OSError as e:
                 if isinstance(e, BrokenPipeError):
                     raise
-
-
-def keep_speaking(minute=60):
-    """Say that a run goes on, when it has printed nothing for one minute, for two, for four. The
-    work of a daemon thread of rank 0."""
-    heard, Rank.spoke = None, time.monotonic()
-    while True:
-        time.sleep(minute / 60)
-        if heard != Rank.spoke:
-            heard, silence = Rank.spoke, minute
-        if time.monotonic() - heard > silence:
-            say(f"at work; the last line was printed {silence:.0f} s ago")
-            silence *= 2
 
 
 class TrainingRank(Rank):

@@ -14,7 +14,6 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 import time
 
 import torch
@@ -26,7 +25,7 @@ from harness.flags import flag_of
 from harness.joining import Launched, join, launched
 from harness.missing import LOST, PATIENCE
 from harness.outputs import check_file
-from harness.rank import Rank, check_memory, keep_speaking
+from harness.rank import Rank, check_memory
 from harness.refusal import Refused, finish, refuse, refusing, say
 
 # CUDA reads this when it starts. In fewer hardware queues than streams a message would wait behind
@@ -223,8 +222,6 @@ def one_rank(work, args):
         # The backend's own time-out names nobody: it comes later than that of missing.py
         later = datetime.timedelta(seconds=seconds + 60)
         store.set_timeout(later)
-        if me.rank == 0 and not args.quiet:
-            threading.Thread(target=keep_speaking, daemon=True).start()
         if me.world > 1:
             missing.attend(store.clone(), me, seconds)
         # For every new_group, which does not take the world's

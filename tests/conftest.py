@@ -275,7 +275,7 @@ class Script:
         return [
             line
             for line in self.output().splitlines()
-            if re.match(rf"{self.name}\.py: (?!starting|at work)", line)
+            if re.match(rf"{self.name}\.py: (?!starting)", line)
         ]
 
     def wait_for(self, words, seconds=100):

@@ -2,6 +2,7 @@
 one process. (test_copied.py's table trains any two techniques.)"""
 
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -43,6 +44,11 @@ MODEL = {
 }
 
 
+@functools.cache
+def all_tops():
+    return in_one_file(TOPS.split())
+
+
 def code(heading):
     """The indented blocks of a section."""
     _, found, text = PAGE.partition(f"\n## {heading}\n")
@@ -54,9 +60,10 @@ def code(heading):
 @pytest.mark.parametrize("heading", SECTIONS)
 def test_page(copied, heading):
     """Else whoever copies these lines trains another model."""
+    tops = all_tops()  # once for all ranks
 
     def work(rank):
-        names = vars(in_one_file(TOPS.split())) | dict(F=F)
+        names = vars(tops) | dict(F=F)
         exec(code("Groups"), names)
         exec(code("Tensor parallelism and DDP").partition("\n\n")[0], names)  # split
         islands, model = 2 if "DiLoCo" in heading else 1, MODEL.get(heading, "heads")

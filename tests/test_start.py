@@ -22,7 +22,7 @@ from test_house import TECHNIQUES
 
 import ddp
 import harness
-from harness import data, host_messages, joining, rank, start
+from harness import host_messages, joining, start
 
 
 class Torchrun(Script):
@@ -176,17 +176,6 @@ def test_streams_that_nobody_reads(tmp_path, flags):
         script = Script(tmp_path, "train", [*SMALL, "--sample", "0", *flags], before)
         assert script.end() == code and script.errors() == [], script.output()
         assert "Traceback" not in script.output()
-
-
-def test_a_run_without_a_word_says_that_it_goes_on(tmp_path):
-    def slowly():
-        load = data.load
-        rank.keep_speaking.__defaults__ = (0.2,)
-        data.load = lambda *args, **options: time.sleep(1) or load(*args, **options)
-
-    script = Script(tmp_path, "ddp", [*SMALL, "--nproc", "1"], slowly)
-    assert script.end() == 0
-    assert "ddp.py: at work; the last line was printed 0 s ago" in script.output()
 
 
 def test_a_picture_of_schedules_on_a_full_disk(tmp_path):
