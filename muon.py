@@ -9,11 +9,12 @@ Muon replaces a matrix's momentum U S V^T by about U V^T, in five Newton-Schulz 
 directions move alike. These need whole matrices, not the shards of zero.py: ranks share them out.
 
 Split     The layers' matrices, by the FLOPs of their iteration, largest first. All other parameters
-          take AdamW, which works on any piece: each rank owns 1/N of each bucket of them.
+          take AdamW, which works on any piece: each rank owns 1/N of each.
 Sent      2 r P e bytes on average, r = (N-1)/N, for P parameters of e bytes on N ranks: as ZeRO-1.
+          Messages: each matrix is reduced to its owner, and broadcast; what has N owners N times.
 Held      Weights and gradients whole, and 1/N of the states: one number per element of a matrix.
 Computed  20 m m n + 10 m m m FLOPs for a matrix of m x n, m <= n, once a step, on one rank.
-Backward  The model's own. It adds to views of buckets. A full bucket is reduced meanwhile.
+Backward  The model's own. A matrix's sum starts once its gradient is there; only its owner gets it.
 Use       For the layers of a language model: a lower loss than AdamW's after as many tokens.
 Limits    One rank iterates a matrix, so that more ranks than matrices are no faster. The ranks
           of tensor parallelism gather a matrix that they share, and all iterate on it.
@@ -123,9 +124,10 @@ class Muon:
             for x, y in micro_batches:                 # here 2
                 loss = cross_entropy(model(x), y, reduction="sum") / target_count
                 loss.backward()
-            muon.clip(muon.grad_norm(), 1.0)           # p.grad is complete on its owner only
+            muon.clip(muon.grad_norm(), 1.0)           # clip_grad_norm_ would be wrong: see below
             muon.step()
 
+    p.grad is the sum of all ranks' on p's owner only. To read it elsewhere call gather_gradients().
     Before: all ranks have equal weights, on their device, tied and frozen in their final form.
     microbatches: the backward passes of a step. Matrices have weight decay, the embedding too. All
     settings of the optimizers are in the param_groups of muon.muon and muon.adamw. Momentum and
@@ -139,7 +141,6 @@ class Muon:
         lr=1e-3,
         weight_decay=0.1,
         microbatches=1,
-        bucket_bytes=25e6,
         scopes=None,
     ):
         self.model, self.group = model, group
@@ -148,30 +149,32 @@ class Muon:
         check_matrices(matrices)
         owners = deal_to_owners(matrices, group)
 
-        def kind_of(p):
-            place = owners.get(p), placed(p, "data", group), tuple(placed(p, "partial", ()))
-            return place, p.dim() > 1, p.dtype, p.device
-
+        # Each matrix has a bucket of its own. Vectors are small, so they share one; several if they
+        # differ in kind. In the order of backward, which completes the vectors last
+        vectors = {}  # {kind: vectors}
+        for p in trained:
+            if p.dim() <= 1:
+                vectors.setdefault((p.dtype, p.device, place_of(p, group)), []).append(p)
+        lists = [[p] for p in reversed(trained) if p.dim() > 1] + [*vectors.values()]
         # A tied matrix gets a gradient from each stage that uses it
         modules = scopes.values() if scopes else [model]
         uses = Counter(p for module in modules for p in module.parameters())
         self.buckets = []
-        decayed, vectors = [], []  # what AdamW steps on
-        for parameters in group_parameters(trained, bucket_bytes, kind_of):
-            place, is_matrix, _, _ = kind_of(parameters[0])
-            bucket = OwnedBucket(parameters, *place)
+        decayed, not_decayed = [], []  # what AdamW steps on
+        for parameters in lists:
+            first = parameters[0]
+            bucket = OwnedBucket(parameters, owners.get(first), group)
             bucket.grads_per_step = microbatches * sum(uses[p] for p in parameters)
             for p in parameters:
                 p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket))
             if bucket.owner is None:
-                (decayed if is_matrix else vectors).extend(bucket.pieces)
+                (decayed if first.dim() > 1 else not_decayed).extend(bucket.pieces)
             self.buckets.append(bucket)
         self.muon = ShardedMuon(matrices, lr, weight_decay)
-        groups = [{"params": decayed}, {"params": vectors, "weight_decay": 0.0}]
+        groups = [{"params": decayed}, {"params": not_decayed, "weight_decay": 0.0}]
         options = dict(betas=(0.9, 0.95), weight_decay=weight_decay, fused=True)
         self.adamw = torch.optim.AdamW(groups, lr, **options)
         self.optimizers = self.muon, self.adamw
-        self.cut_groups = find_cut_groups(trained, group)
         self.addresses = {p: p.data_ptr() for p in trained}
         self.works = []  # messages on their way
         self.started = 0  # how many buckets are on their way, or reduced
@@ -186,9 +189,9 @@ class Muon:
     # --- a step
     #
     # zero_grad()  All gradients are 0.
-    # backward     Autograd adds to views of the buckets. _arrived starts to reduce full ones.
+    # backward     Autograd adds to p.grad, a view of a bucket. _arrived starts to reduce full ones.
     # finish()     Reduces what backward has not, and waits for all.
-    # step()       AdamW on this rank's pieces, Muon on its matrices; a bucket that is done is sent.
+    # step()       AdamW on this rank's pieces, Muon on its matrices. Each is sent once it is done.
 
     def zero_grad(self, give_up=False):
         """Start a step. After an exception on any rank all ranks call it with give_up=True."""
@@ -226,10 +229,9 @@ class Muon:
         self._start_full_buckets(rest=True)
         self._wait()
         for bucket in self.buckets:
-            gradient = bucket.gradients[bucket.own]
-            for group in bucket.partial:
-                if len(gradient) and dist.get_world_size(group) > 1:
-                    dist.all_reduce(gradient, group=group)
+            for group in bucket.partial:  # of another technique
+                if len(bucket.own_gradient):
+                    dist.all_reduce(bucket.own_gradient, group=group)
         self.last_call = "finish"
 
     def step(self):
@@ -254,11 +256,16 @@ class Muon:
         the ranks with the other stages of a pipeline."""
         self.finish()
         total = torch.zeros((), dtype=torch.float64, device=self.buckets[0].weights.device)
+        cut_groups = dict.fromkeys(group for bucket in self.buckets for group in bucket.cut_groups)
         for bucket in self.buckets:
-            for p, piece in zip(bucket.parameters, bucket.pieces):
-                if is_counted(p, self.cut_groups, pipeline_group):
-                    total += torch.linalg.vector_norm(piece.grad, dtype=torch.float64).square()
-        for group in [self.group, *self.cut_groups, pipeline_group]:
+            # Of ranks that own the same part of a whole parameter only the first counts it
+            same = [group for group in cut_groups if group not in bucket.cut_groups]
+            if pipeline_group is not None:  # two stages may have one matrix
+                same += [group for group in bucket.partial if is_within(group, pipeline_group)]
+            if all(dist.get_rank(group) == 0 for group in same):
+                norm = torch.linalg.vector_norm(bucket.own_gradient, dtype=torch.float64)
+                total += norm.square()
+        for group in [self.group, *cut_groups, pipeline_group]:
             if group is not None and dist.get_world_size(group) > 1:
                 dist.all_reduce(total, group=group)
         return total.sqrt()
@@ -268,7 +275,7 @@ class Muon:
         if limit > 0:
             scale = (limit / (norm + 1e-6)).clamp(max=1.0)
             for bucket in self.buckets:
-                bucket.gradients[bucket.own].mul_(scale.to(bucket.gradients.dtype))
+                bucket.own_gradient.mul_(scale.to(bucket.gradients.dtype))
 
     def update_weights(self):
         """The owners' weights were filled, from a checkpoint: bring them to all ranks."""
@@ -300,43 +307,41 @@ def deal_to_owners(matrices, group):
 
 def flops(p):
     """Of the iterations of p: a matrix, a stack of them, or a shard of these."""
-    *stack, rows, columns = placed(p, "shape", p.shape)
-    if hasattr(p, "matrix_rows"):
-        stack, rows = [rows // p.matrix_rows], p.matrix_rows
-    m, n = sorted((rows, columns))
-    return math.prod(stack) * (20 * m * m * n + 10 * m**3)
+    shape = placed(p, "shape", p.shape)
+    m, n = sorted((getattr(p, "matrix_rows", shape[-2]), shape[-1]))
+    return math.prod(shape) * (20 * m + 10 * m * m / n)
 
 
 class OwnedBucket:
-    """Parameters of one kind in two flat tensors: each p and p.grad is a view of them. One message
-    brings all of them to their owner. owner None: each rank owns a piece of about 1/N, and gets a
-    message of its own. (One reduce-scatter for all would need other code than matrices do.)
+    """A matrix, or vectors, as two flat tensors: each p and p.grad is a view of them. They belong
+    to the rank `owner`. owner None: each rank owns 1/N of the elements, and AdamW steps on them.
 
-    owned_sizes  how many elements each rank owns, in the order of ranks
-    own          the elements that this rank owns: all, some or none
-    pieces       what this rank owns of each parameter; the parameter itself if it owns the bucket
+    owned   {rank: the elements that it owns}, each with a message in sum and one in send
+    own     this rank's
+    pieces  what this rank owns of each parameter; the parameter itself if it is the owner
     """
 
-    def __init__(self, parameters, owner, group, partial):
-        self.parameters, self.owner, self.group, self.partial = parameters, owner, group, partial
+    def __init__(self, parameters, owner, group):
+        self.parameters, self.owner = parameters, owner
+        # The ranks that share them: `group`, but where another technique says otherwise
+        self.group, self.partial, self.cut_groups = place_of(parameters[0], group)
         self.weights = torch.cat([p.detach().flatten() for p in parameters])
         self.gradients = torch.zeros_like(self.weights)
-        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-        if owner is None:
-            self.owned_sizes = [len(part) for part in self.weights.tensor_split(ranks)]
-        else:
-            self.owned_sizes = [0] * ranks
-            self.owned_sizes[owner] = len(self.weights)
-        first = sum(self.owned_sizes[:rank])
-        self.own = slice(first, first + self.owned_sizes[rank])
+        rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+        size = len(self.weights)
+        owners = range(min(ranks, size)) if owner is None else [owner]  # each owns something
+        ends = [size * i // len(owners) for i in range(len(owners) + 1)]
+        self.owned = {r: slice(start, end) for r, start, end in zip(owners, ends, ends[1:])}
+        self.own = self.owned.get(rank, slice(0, 0))
+        self.own_gradient = self.gradients[self.own]
         self.slices, self.pieces = [], []
         end = 0
         for p in parameters:
             start, end = end, end + p.numel()
             p.data = self.weights[start:end].view_as(p)
             p.grad = self.gradients[start:end].view_as(p)
-            piece = p  # if this rank owns the bucket
-            if owner != rank:  # an empty piece, or with owner None what of p is in `own`
+            piece = p
+            if owner != rank:  # what of p is in `own`: with another owner nothing
                 piece_start = max(start, self.own.start)
                 piece_end = max(min(end, self.own.stop), piece_start)
                 piece = nn.Parameter(self.weights[piece_start:piece_end])
@@ -344,41 +349,19 @@ class OwnedBucket:
             self.slices.append(slice(start, end))
             self.pieces.append(piece)
 
-    def by_owner(self, flat):
-        """(owner, its part) of a tensor like `weights`, for each part that travels."""
-        if dist.get_world_size(self.group) > 1:
-            for owner, part in enumerate(flat.split(self.owned_sizes)):
-                if len(part):
-                    yield owner, part
-
     def sum_on_owners(self):
-        works = []
-        for owner, part in self.by_owner(self.gradients):
-            works.append(dist.reduce(part, group=self.group, group_dst=owner, async_op=True))
-        return works
+        """Start to sum the gradients: each element on its owner alone."""
+        return [
+            dist.reduce(self.gradients[part], group=self.group, group_dst=owner, async_op=True)
+            for owner, part in self.owned.items()
+        ]
 
     def send_from_owners(self, flat):
-        works = []
-        for owner, part in self.by_owner(flat):
-            works.append(dist.broadcast(part, group=self.group, group_src=owner, async_op=True))
-        return works
-
-
-# As in zero.py
-def group_parameters(parameters, bucket_bytes, kind_of):
-    """Lists of parameters of one kind, at most bucket_bytes each (a larger parameter gets its own),
-    from the last parameter to the first: backward begins with the last layers. Lists of several
-    kinds interleave: they are sorted by their last member, which completes them."""
-    order = {p: i for i, p in enumerate(reversed(list(parameters)))}
-    lists, newest = [], {}  # newest: {kind: its last list}
-    for p in order:
-        kind = kind_of(p)
-        members = newest.get(kind)
-        if members is None or sum(q.nbytes for q in members) + p.nbytes > bucket_bytes:
-            members = newest[kind] = []
-            lists.append(members)
-        members.append(p)
-    return sorted(lists, key=lambda members: order[members[-1]])
+        """Start to bring the owners' elements of `weights` or `gradients` to all."""
+        return [
+            dist.broadcast(flat[part], group=self.group, group_src=owner, async_op=True)
+            for owner, part in self.owned.items()
+        ]
 
 
 # --- together with another kind of parallelism (docs/two-techniques.md)
@@ -425,7 +408,15 @@ def cuts_within(p):
     return found
 
 
-# The next five are as in zero.py
+def place_of(p, group):
+    """Which ranks have p: the ranks that split its replica; groups over which its gradient is a
+    partial sum; groups that cut it, but for those within `group`, over which the norm is summed
+    anyway."""
+    cut_groups = [g for g, _, _ in placed(p, "cuts", {}).values() if not is_within(g, group)]
+    return placed(p, "data", group), tuple(placed(p, "partial", ())), tuple(cut_groups)
+
+
+# The next two are as in zero.py
 def placed(p, key, default):
     """An entry of p.placement, which another kind of parallelism writes (docs/two-techniques.md):
     "data", the group of its replicas; "partial", groups over which its gradient is a partial sum;
@@ -433,31 +424,8 @@ def placed(p, key, default):
     return getattr(p, "placement", {}).get(key) or default
 
 
-def groups_cutting(p):
-    return [group for group, _, _ in placed(p, "cuts", {}).values()]
-
-
 def is_within(inner, outer):
     return set(dist.get_process_group_ranks(inner)) <= set(dist.get_process_group_ranks(outer))
-
-
-def find_cut_groups(parameters, data_group):
-    """The groups over which parameters are cut, and over which the norm is summed. data_group: the
-    norm is summed over its ranks anyway (None: it is not), so groups within it are left out."""
-    groups = {}
-    for p in parameters:
-        groups |= dict.fromkeys(groups_cutting(p))
-    return [g for g in groups if data_group is None or not is_within(g, data_group)]
-
-
-def is_counted(p, cut_groups, pipeline_group, across=None):
-    """Whether the norm counts this rank's part of p. Of ranks with the same part the first does."""
-    same = [group for group in cut_groups if group not in groups_cutting(p)]
-    if across is not None:
-        same.append(across)
-    if pipeline_group is not None:  # several stages may have one matrix
-        same += [g for g in placed(p, "partial", ()) if is_within(g, pipeline_group)]
-    return all(dist.get_rank(group) == 0 for group in same)
 
 
 # --- mistakes that would be silent: refused
@@ -518,7 +486,7 @@ def demo(run):
     run.groups(dp=group)
     model = run.fill(run.meta_model())  # the same seed everywhere: the replicas start equal
     options = dict(lr=args.lr, weight_decay=args.weight_decay, microbatches=args.microbatches)
-    muon = Muon(model, group, layer_matrices(model), **options, bucket_bytes=0.5e6)
+    muon = Muon(model, group, layer_matrices(model), **options)
     # What the same run on one process steps with
     run.make_optimizer = receipts.muon.one_process(PlainMuon, layer_matrices)
 

@@ -179,8 +179,9 @@ def data_parallel(run, model, groups):
         run.fill(model, draw)
         # The one process of --prove takes its steps with this one
         run.make_optimizer = receipts.muon.one_process(muon.PlainMuon, muon.layer_matrices)
-        options = dict(lr=args.lr, weight_decay=args.weight_decay, scopes=scopes)
-        return muon.Muon(model, dp, muon.layer_matrices(model), **buckets, **options)
+        options = dict(lr=args.lr, weight_decay=args.weight_decay)
+        options |= dict(microbatches=args.microbatches, scopes=scopes)
+        return muon.Muon(model, dp, muon.layer_matrices(model), **options)
 
     options = dict(
         make_optimizer=functools.partial(harness.make_optimizer, args=args),

@@ -96,7 +96,7 @@ moe       --cp 2 --dp 2 --ep 2 --tp 2 --sp --zero 2 --recompute block --layers 2
 moe       --dp 2 --tp 2 --pp 2 --cp 2 --ep 4 --sp --zero 3 --schedule zb-h1 --microbatches 2 SHALLOW
 llama     --pp 2 --dp 2 --schedule zb-h2 --zero 3 --microbatches 3
 sgd       --dp 2 --schedule zb-h1 --microbatches 3
-muon      --dp 3 --microbatches 2 --bucket-mb 0.01
+muon      --dp 3 --microbatches 2
 muon      --tp 2 --sp --dp 2 --pp 2 --schedule zb-v --microbatches 3 DEEP
 muon      --pp 2 --cp 2 --tp 2 --microbatches 2 --zero 1
 muon-moe  --dp 2 --cp 2 --ep 2 --tp 2 --layers 2

@@ -214,8 +214,7 @@ class Layout(OneProcess):
             import muon
 
             matrices = [p for p in self.trained.parameters() if p.full_name in self.matrices]
-            options = dict(lr=1e-2, microbatches=self.microbatches, bucket_bytes=1000) | options
-            options["scopes"] = self.stages
+            options = dict(lr=1e-2, microbatches=self.microbatches, scopes=self.stages) | options
             self.sharded = muon.Muon(self.trained, self.data, matrices, **options)
             for settings in self.sharded.adamw.param_groups:
                 settings["eps"] = 1e-5  # as foreign.py's
