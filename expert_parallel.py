@@ -120,6 +120,7 @@ def run_experts(experts, rows, incoming):
 #         weights, chosen = model.router(x).softmax(-1).topk(k)  # router: nn.Linear(C, E)
 #         y = dispatch(x, weights, chosen, mlps)
 #         loss = F.cross_entropy(model.head(y), targets, reduction="sum") / target_count
+#         # An even load needs a balance loss, added here: Router.imbalance in model.py
 #         loss.backward()  # target_count: the targets of all ranks and micro-batches
 #     sum_replicated_gradients(model.parameters(), group)  # then step
 #
@@ -199,7 +200,13 @@ class ExpertDispatch(nn.Module):
     capacity: how many times its even share an expert takes, see drop_late. None: as many as come.
 
     All ranks must call this equally often, backward too, with the same experts_per_rank and chunks:
-    otherwise they wait for ever. A rank without tokens gives x (0, C)."""
+    otherwise they wait for ever. A rank without tokens gives x (0, C).
+
+    What is computed, and what travels meanwhile, with 2 chunks:
+
+        computed   meanwhile()    experts of chunk 0   experts of chunk 1   sums of 0    sums of 1
+        travels    rows of 0, 1   rows of 1            results of 0         results of 1
+    """
 
     def __init__(self, experts_per_rank, group, capacity=None, chunks=1):
         super().__init__()
@@ -213,9 +220,7 @@ class ExpertDispatch(nn.Module):
             chosen = drop_late(chosen, expert_count, self.capacity)
         assignments = [chunk.flatten() for chunk in chosen.tensor_split(self.chunks)]
         orders = [chunk.argsort(stable=True) for chunk in assignments]
-        splits, incoming = exchange_counts(assignments, self.experts_per_rank, self.group)
-        lengths = [len(chunk) for chunk in assignments]
-        send_counts, receive_counts = self.counts_to_host(splits, lengths)
+        send_counts, receive_counts, incoming = self.exchange_counts(assignments)
         # Where all lower layers are frozen x needs no gradient. Without one backward would not join
         # the all-to-alls that other ranks wait in
         if torch.is_grad_enabled() and not x.requires_grad:
@@ -245,31 +250,26 @@ class ExpertDispatch(nn.Module):
         results = Wait.apply(sent, combine) * router_weights.flatten()[order].unsqueeze(1)
         yield torch.zeros_like(x).index_add(0, token, results.to(x.dtype))
 
-    def counts_to_host(self, splits, lengths):
-        """How many rows to send and to receive, as lists. The host waits for the device. Replace it
-        to count rows, or where tensors have no values; that needs lengths, each chunk's number of
-        assignments."""
-        return splits.tolist()
+    def exchange_counts(self, chunks):
+        """Tell every rank how many rows it gets. chunks: a list of assignments (n k,), which are
+        numbers of experts; E stands for one that is dropped. Returns, for each chunk:
 
-
-def exchange_counts(chunks, experts_per_rank, group):
-    """Tell every rank how many rows it gets. chunks: a list of assignments (n k,), which are
-    numbers of experts; E stands for one that is dropped. Returns two tensors:
-
-    splits (2, chunks, N): how many rows go to each rank, and how many come from it
-    incoming (chunks, N, local_experts): how many come from each rank for each expert here"""
-    world, local_experts = len(experts_per_rank), experts_per_rank[dist.get_rank(group)]
-    outgoing = chunks[0].new_zeros(sum(experts_per_rank) + 1, len(chunks))
-    for column, chunk in zip(outgoing.unbind(1), chunks):
-        column.scatter_add_(0, chunk, torch.ones_like(chunk))  # bincount waits for the device
-    outgoing = outgoing[:-1]  # (E, chunks), without the dropped ones
-    incoming = outgoing.new_empty(world * local_experts, len(chunks))
-    lengths = [local_experts] * world, experts_per_rank
-    dist.all_to_all_single(incoming, outgoing, *lengths, group=group)
-    incoming = incoming.view(world, local_experts, len(chunks)).permute(2, 0, 1)
-    to_ranks = [part.sum(0) for part in outgoing.split(experts_per_rank)]
-    send_counts = torch.stack(to_ranks, dim=1)
-    return torch.stack((send_counts, incoming.sum(2))), incoming
+        send_counts, receive_counts: how many rows go to each rank, and come from it, as lists
+        incoming (N, local_experts): how many come from each rank for each expert here"""
+        world = len(self.experts_per_rank)
+        local_experts = self.experts_per_rank[dist.get_rank(self.group)]
+        outgoing = chunks[0].new_zeros(sum(self.experts_per_rank) + 1, len(chunks))
+        for column, chunk in zip(outgoing.unbind(1), chunks):
+            column.scatter_add_(0, chunk, torch.ones_like(chunk))  # bincount waits for the device
+        outgoing = outgoing[:-1]  # (E, chunks), without the dropped ones
+        incoming = outgoing.new_empty(world * local_experts, len(chunks))
+        lengths = [local_experts] * world, self.experts_per_rank
+        dist.all_to_all_single(incoming, outgoing, *lengths, group=self.group)
+        incoming = incoming.view(world, local_experts, len(chunks)).permute(2, 0, 1)
+        to_ranks = [part.sum(0) for part in outgoing.split(self.experts_per_rank)]
+        counts = torch.stack((torch.stack(to_ranks, dim=1), incoming.sum(2)))  # (2, chunks, N)
+        send_counts, receive_counts = counts.tolist()  # the host waits for the device, once
+        return send_counts, receive_counts, incoming
 
 
 def drop_late(chosen, expert_count, capacity):

@@ -55,7 +55,9 @@ class Config:
     top_k: int = 2  # experts per token
     shared: int = 0  # size, in experts, of an MLP that every token passes as well
     scores: Literal["softmax", "sigmoid"] = "softmax"  # of the logits; DeepSeek-V3: sigmoid
-    renormalize: bool = True  # the k weights sum to 1 (Mixtral); False: Switch, OLMoE
+    # The k weights sum to 1 (Mixtral). False: Switch, OLMoE, or the weight of k = 1 would be 1, and
+    # the router learn nothing
+    renormalize: bool = True
     balance_loss: float = 0.0  # factor of the router's balance loss
     z_loss: float = 0.0  # factor of the router's z-loss
     bias_rate: float = 0.0  # size of a step of the router's choice_bias

@@ -76,7 +76,7 @@ def expected(sizes, group, travelled, chunks, scalars=0):
 
 class RowCounter:
     """Counts the rows of mixtures' dispatches, in every forward since `clear`, a recomputation's
-    too: stands in for ExpertDispatch.counts_to_host. An assignment is one of a token's k choices.
+    too: stands in for ExpertDispatch.exchange_counts. An assignment is one of a token's k choices.
 
     assignments: of this rank. sent: those that were not dropped. received: rows for this rank's
     experts. travelled: rows that left for another rank or came from one."""
@@ -84,23 +84,23 @@ class RowCounter:
     def __init__(self, mixtures):
         self.clear()
         for dispatch in (mixture.dispatch for mixture in mixtures):
-            rank, read = dist.get_rank(dispatch.group), dispatch.counts_to_host
-            dispatch.counts_to_host = partial(self.count, rank, read)
+            rank, exchange = dist.get_rank(dispatch.group), dispatch.exchange_counts
+            dispatch.exchange_counts = partial(self.count, rank, exchange)
 
     def clear(self):
         self.assignments = self.sent = self.received = self.travelled = 0
 
-    def count(self, rank, read, splits, lengths):
-        """Calls `read`. Of each chunk it tells how many rows go to, and come from, each rank."""
-        send, receive = read(splits, lengths)
-        self.assignments += sum(lengths)
+    def count(self, rank, exchange, chunks):
+        """Calls `exchange`, which tells how many rows go to, and come from, each rank."""
+        send, receive, incoming = exchange(chunks)
+        self.assignments += sum(map(len, chunks))
         for chunk in send:
             self.sent += sum(chunk)
             self.travelled += sum(chunk) - chunk[rank]
         for chunk in receive:
             self.received += sum(chunk)
             self.travelled += sum(chunk) - chunk[rank]
-        return send, receive
+        return send, receive, incoming
 
 
 class Report:

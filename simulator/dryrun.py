@@ -38,9 +38,9 @@ from torch.optim import adam, sgd
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import context_parallel
-import expert_parallel
 import proof
 import zero_bubble
+from expert_parallel import ExpertDispatch
 from harness import Refused, signals
 from proof.ledger import lasting
 from simulator.meter import META, Meter, Part
@@ -205,14 +205,13 @@ def ones(tensor, tolist=torch.Tensor.tolist):
     return values
 
 
-def even(dispatch, splits, assignments):
-    """In place of ExpertDispatch.counts_to_host: rows to send and to receive, chunks x N each, if
-    every expert is chosen as often."""
-    sizes = dispatch.experts_per_rank
-    ends = [sum(sizes[: r + 1]) for r in range(len(sizes))]
-    cuts = [[0, *(n * end // ends[-1] for end in ends)] for n in assignments]
+def even(dispatch, chunks, exchange=ExpertDispatch.exchange_counts):
+    """In place of ExpertDispatch.exchange_counts, as if every expert were chosen as often."""
+    ends = [0, *itertools.accumulate(dispatch.experts_per_rank)]
+    cuts = [[len(chunk) * end // ends[-1] for end in ends] for chunk in chunks]
     send = [[b - a for a, b in zip(cut, cut[1:])] for cut in cuts]
-    return send, [[n[dist.get_rank(dispatch.group)]] * len(n) for n in send]
+    receive = [[n[dist.get_rank(dispatch.group)]] * len(n) for n in send]
+    return send, receive, exchange(dispatch, chunks)[-1]
 
 
 def play(args, rank, cluster, train, brief=False, routing=even):
@@ -220,7 +219,7 @@ def play(args, rank, cluster, train, brief=False, routing=even):
     process that has no process group.
 
     train(run, schedule, watch): train.py's own. brief: of the micro-batches only the
-    first and the last, for their times. routing(dispatch, sizes, assignments): see `even`."""
+    first and the last, for their times. routing: see `even`."""
     args = copy.copy(args)
     schedule = zero_bubble.find_schedule(args.schedule, args.pp, args.microbatches, args.chunks)
     off = "out", "init_from", "export", "log_to", "profile", "plot", "record"
@@ -273,7 +272,7 @@ def stand_ins(args, routing):
     """(place, name, what takes its place) of functions that need values, or a device."""
     found = [
         (dist, "get_backend", lambda group=None: args.backend),
-        (expert_parallel.ExpertDispatch, "counts_to_host", routing),
+        (ExpertDispatch, "exchange_counts", routing),
         (dist, "all_gather_object", all_alike),
         (torch.Tensor, "tolist", ones),
         # What is chosen by a tensor's device: on meta the same as on a CPU

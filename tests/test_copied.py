@@ -61,8 +61,8 @@ TABLE = {
 """,
     "muon": """
 {4 mlp|3 torch} muon data="muon"
-2 mlp muon data="muon", microbatches=1, bucket_bytes=0
-3 torch muon data="muon", microbatches=3, bucket_bytes=10**7
+2 mlp muon data="muon", microbatches=1
+3 torch muon data="muon", microbatches=3
 """,
     "tensor_parallel": """
 {2 own sgd|3 own adamw|2 llama adamw} tp=ranks
@@ -133,7 +133,7 @@ def pairs():
         found.append((8, dict(data=("zero 1", "ddp")[i % 2]) | SPLITS[a] | SPLITS[b]))
     rows = []
     for i, (ranks, options) in enumerate(found):
-        if options["data"] != "fsdp":  # the table has small buckets
+        if options["data"] not in ("fsdp", "muon"):  # the table has small buckets
             options["bucket_bytes"] = 8000
         optimizer = "muon" if options["data"] == "muon" else ("sgd", "adamw")[i % 2]
         rows.append((ranks, "experts" if "ep" in options else "heads", optimizer, options))

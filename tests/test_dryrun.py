@@ -52,14 +52,15 @@ def arguments(flags, base=BASE):
 def real(rank, args):
     """What a real rank's ledger says, and the sizes of its experts' all-to-alls in the step that it
     watches."""
-    reads, read = [], expert_parallel.ExpertDispatch.counts_to_host
+    reads, exchange = [], expert_parallel.ExpertDispatch.exchange_counts
 
     def recorded(self, *given):
-        reads.append(read(self, *given))
-        return reads[-1]
+        *counts, incoming = exchange(self, *given)
+        reads.append(counts)
+        return *counts, incoming
 
     run = proof.Run(args, rank, dist.get_world_size(), torch.device("cpu"))
-    with mock.patch.object(expert_parallel.ExpertDispatch, "counts_to_host", recorded):
+    with mock.patch.object(expert_parallel.ExpertDispatch, "exchange_counts", recorded):
         train.train(run)
     # Two steps and a validation as long
     return run.ledger.sent, run.held, reads[len(reads) // 3 : 2 * len(reads) // 3]
@@ -73,7 +74,10 @@ def test_equals_a_real_run(ranks, text, flags):
     # Ranks of a pipeline differ most; else the last one has the padding
     for rank in (0, world - 1) if args.pp > 1 else [world - 1]:
         sent, held, reads = done[rank]
-        routing = (lambda *_: reads.pop(0)) if args.experts else dryrun.even
+
+        def routing(dispatch, chunks):
+            return *reads.pop(0), dryrun.even(dispatch, chunks)[-1]
+
         dry = dryrun.play(args, rank, CLUSTER, train.train, routing=routing)
         assert not reads and dry.sent == sent
         assert {kind: dry.held[kind] for kind in held} == held
