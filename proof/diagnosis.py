@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
-import model as gpt
 from harness.placement import placement, take
 from harness.presets import parameter_shapes
 from proof.differences import Again, Difference, Recording, differences, explain, limits_of
@@ -277,9 +276,7 @@ def last_nonfinite(named):
 def first_nonfinite(run, blame, group):
     """(the rank that has it, and what it may say), in the order of backward: see Run.check."""
     name, place = blame()
-    with torch.device("meta"):
-        whole = gpt.GPT(run.config)
-    order = [full for full, _ in whole.named_parameters(remove_duplicate=False)]
+    order = list(parameter_shapes(run.config))
     # Backward runs from the last parameter to the first: the largest number comes first
     everyone = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, (order.index(name) if name else -1, -run.rank), group=group)

@@ -65,19 +65,9 @@ def test_the_receipt_shows_the_server_and_workers(script, tmp_path):
 )
 def test_the_receipt_replays_the_history(script, tmp_path, optimizer, bound, found):
     """Loss and norm of each step, the gradients of the last and the weights after it."""
-    flags = [
-        *SMALL,
-        "--steps",
-        "6",
-        "--staleness",
-        f"{bound}",
-        "--nproc",
-        "3",
-        "--dtype",
-        "float64",
-    ]
-    flags += ["--optimizer", optimizer, "--json", f"{tmp_path}/x"]
-    code, said = script("parameter_server", " ".join(flags))
+    flags = f"{' '.join(SMALL)} --steps 6 --staleness {bound} --nproc 3 --dtype float64"
+    flags += f" --optimizer {optimizer} --json {tmp_path}/x"
+    code, said = script("parameter_server", flags)
     assert code == 0 and "proven:" in said, said
     receipt = json.loads((tmp_path / "x").read_text())
     # With a bound of 1, in turns of two: the first of them is fresh
