@@ -283,6 +283,11 @@ class Muon:
             self.works += bucket.send_from_owners(bucket.weights)
         self._wait()
 
+    def gather_full(self, named):
+        """As ZeRO's: the (name, parameter) pairs, with complete gradients. All ranks call it."""
+        self.gather_gradients()
+        return list(named)
+
     def gather_gradients(self):
         """Bring the complete gradients to every rank's p.grad, for checks. All ranks call it."""
         self.finish()
@@ -490,10 +495,6 @@ def demo(run):
     # What the same run on one process steps with
     run.make_optimizer = receipts.muon.one_process(PlainMuon, layer_matrices)
 
-    def named():
-        muon.gather_gradients()
-        return model.named()
-
     for step in run.steps(muon):
         muon.zero_grad()
         loss = run.zero()
@@ -505,7 +506,7 @@ def demo(run):
         early = muon.started  # buckets whose reduction hides behind backward
         dist.all_reduce(loss)
         norm = muon.grad_norm()
-        run.check(loss, norm, named)
+        run.check(loss, norm, lambda: muon.gather_full(model.named()))
         muon.clip(norm, args.grad_clip)
         muon.step()
         run.log(loss, norm)

@@ -157,23 +157,21 @@ def build(run, schedule, groups):
 
 def data_parallel(run, model, groups):
     """Fill the model with weights. Returns one object that sums the gradients over the replicas and
-    takes the step: DDP with an optimizer of torch's, Muon or ZeRO. Mixed precision takes ZeRO even
-    at stage 0, which splits nothing but keeps masters: the weights in --dtype."""
+    takes the step: Muon, DDP with an optimizer of torch's, ZeRO or FSDP. All of them have
+
+        zero_grad()                starts a step; its backward passes follow
+        finish()                   waits until the gradients are summed
+        grad_norm(pipeline_group)  of the whole model's gradient, the same on all ranks
+        clip(norm, limit)          scales the gradients
+        step()                     steps, and brings the new weights to all replicas
+        gather_full(named)         [(name, parameter)] that no replica splits, with gradients
+        param_groups               for learning rates"""
     args, dp = run.args, groups["dp"]
     # Weights from a Hugging Face folder, or drawn from --seed
     draw = pretrained.Folder(args.init_from, run.config).draw if args.init_from else initialize.draw
     buckets = dict(microbatches=args.microbatches, bucket_bytes=int(args.bucket_mb * 2**20))
-    # The pipeline's backward passes of different stages alternate: ZeRO must tell them apart
+    # The pipeline's backward passes of different stages alternate: they must be told apart
     scopes = {int(stage): part for stage, part in model.parts.items()}
-    one_dtype = args.dtype == args.param_dtype == args.reduce_dtype
-
-    if args.zero == 0 and one_dtype and not args.offload:  # with muon `prepare` made it --zero 1
-        run.fill(model, draw)
-        all_reduce = functools.partial(harness.all_reduce, async_op=True)
-        # uses(): a matrix that two stages of this rank share is listed twice, like its gradients
-        sync = ddp.DDP(model.uses(), dp, all_reduce=all_reduce, **buckets)
-        cut_over = [groups["tp"], groups["ep"]] if args.ep > 1 else [groups["tp"]]
-        return DDPAndOptimizer(sync, harness.make_optimizer(model.parameters(), args), cut_over)
 
     if args.optimizer == "muon":
         run.fill(model, draw)
@@ -182,6 +180,15 @@ def data_parallel(run, model, groups):
         options = dict(lr=args.lr, weight_decay=args.weight_decay)
         options |= dict(microbatches=args.microbatches, scopes=scopes)
         return muon.Muon(model, dp, muon.layer_matrices(model), **options)
+
+    # ZeRO keeps masters, the weights in --dtype: mixed precision takes it, even at stage 0
+    one_dtype = args.dtype == args.param_dtype == args.reduce_dtype
+    if args.zero == 0 and one_dtype and not args.offload:
+        run.fill(model, draw)
+        all_reduce = functools.partial(harness.all_reduce, async_op=True)
+        # uses(): a matrix that two stages of this rank share is listed twice, like its gradients
+        sync = ddp.DDP(model.uses(), dp, all_reduce=all_reduce, **buckets)
+        return DDPAndOptimizer(sync, harness.make_optimizer(model.parameters(), args), groups)
 
     options = dict(
         make_optimizer=functools.partial(harness.make_optimizer, args=args),
@@ -196,18 +203,18 @@ def data_parallel(run, model, groups):
 
 
 class DDPAndOptimizer:
-    """DDP and an optimizer of torch's as one object, with the methods that ZeRO and Muon have.
+    """DDP and an optimizer of torch's, as one object."""
 
-    cut_over: the groups within a stage over which parameters are cut."""
+    gather_full = staticmethod(list)  # nothing is split
 
-    def __init__(self, sync, optimizer, cut_over):
-        self.parameters, self.cut_over = sync.parameters, cut_over
+    def __init__(self, sync, optimizer, groups):
+        self.parameters, self.optimizers = sync.parameters, [optimizer]
         self.zero_grad, self.finish = sync.zero_grad, sync.finish
         self.step, self.param_groups = optimizer.step, optimizer.param_groups
-        self.optimizers = [optimizer]
+        # A layer's parameters are cut over these
+        self.cut_over = [groups[name] for name in ("tp", "ep") if name in groups]
 
     def grad_norm(self, pipeline_group):
-        """The norm of the whole model's gradient."""
         return harness.grad_norm(self.parameters, [*self.cut_over, pipeline_group])
 
     def clip(self, norm, limit):
@@ -220,16 +227,11 @@ class DDPAndOptimizer:
 class ForwardBackward:
     """Runs micro-batches through this rank's stages: those of a step, a validation or a sample.
 
-    run: the flags, device, data and log of this process. optimizer: of `data_parallel`.
-    watch: None, or a dry run's context around each of the pipeline's actions."""
+    run: the flags, device, data and log of this process. optimizer: of `data_parallel`."""
 
-    def __init__(self, run, schedule, groups, model, optimizer, watch):
+    def __init__(self, run, schedule, groups, model, optimizer, loss_scale):
         self.run, self.schedule, self.groups, self.model = run, schedule, groups, model
-        self.optimizer = optimizer
-        self.loss_scale = LossScale(run.args, optimizer)  # 1, but for float16
-        self.watch = watch or contextlib.nullcontext
-        # ZeRO must know which stage an action belongs to
-        self.scope = getattr(optimizer, "around", contextlib.nullcontext)
+        self.optimizer, self.loss_scale = optimizer, loss_scale
         # Which part of the batches is this rank's: islands have batches of their own
         island = run.rank // (run.world // run.args.islands)
         self.replica = island * run.args.dp + dist.get_rank(groups["dp"]) // run.args.cp
@@ -291,51 +293,47 @@ class ForwardBackward:
 
     @contextlib.contextmanager
     def around(self, action):
-        with self.watch(action), self.scope(action):
+        """Around an action of the pipeline: a dry run times it, ZeRO must know its stage."""
+        scope = getattr(self.optimizer, "around", contextlib.nullcontext)
+        with self.run.watch(action), scope(action):
             yield
 
     def full_weights(self):
         """(name, parameter) of this rank's stages, not split over replicas, with the gradients."""
-        if isinstance(self.optimizer, muon.Muon):
-            self.optimizer.gather_gradients()
-        if isinstance(self.optimizer, zero.ZeRO):
-            return self.loss_scale.unscale(self.optimizer.gather_full(self.model.named()))
-        return self.model.named()
+        return self.loss_scale.unscale(self.optimizer.gather_full(self.model.named()))
 
 
 # --- training
 
 
-def train(run, schedule=None, watch=None):
-    """Train on this rank, and return the exit code. A dry run passes a schedule of its own, and
-    watch(action), a context around each of the pipeline's actions."""
+def train(run, schedule=None):
+    """Train on this rank, and return the exit code. A dry run passes a schedule of its own."""
     args = run.args
     if schedule is None:
         schedule = zero_bubble.find_schedule(args.schedule, args.pp, args.microbatches, args.chunks)
 
-    # The groups, this rank's part of the model, and what sums its gradients and takes the step
+    # What trains: the groups, this rank's part of the model, the optimizer over its replicas
     groups = mesh(args, schedule)
     run.groups(**groups)  # the receipt counts by these names
     open_groups(groups, run.device)
     pipeline.open_links(groups["down"] + groups["up"], schedule, run.device)
     model = build(run, schedule, groups)
     optimizer = data_parallel(run, model, groups)
-    runner = ForwardBackward(run, schedule, groups, model, optimizer, watch)
-    tracking.describe(run, schedule)
+    loss_scale = LossScale(args, optimizer)  # 1, but for float16
+    runner = ForwardBackward(run, schedule, groups, model, optimizer, loss_scale)
+    dp, tp, pp, island = (groups.get(name) for name in ("dp", "tp", "pp", "island"))
 
-    loss_scale = runner.loss_scale
-    averaging = islands.make(run, model, optimizer, groups)  # over islands, if there are several
+    # What goes with it. Each does nothing unless its flags ask for it
+    tracking.describe(run, schedule)
+    averaging = islands.make(run, model, optimizer, groups)
     checkpoints = saving.Saver(run, model, optimizer, loss_scale, averaging)
     first = checkpoints.first_step()  # 0, or that after a checkpoint's
     sampling.show_untrained(runner, first)
-    recorder = recording.recorded(runner, first)  # for --record
-
-    dp, tp, pp, island = (groups.get(name) for name in ("dp", "tp", "pp", "island"))
-    # Routers count tokens: with --sp the ranks of tp hold different ones
-    sum_load = functools.partial(harness.sum_over, [dp, tp] if args.sp else [dp])
+    recorder = recording.recorded(runner, first)
     # Sets the learning rate, counts a step's bytes for the receipt, compares with one process
     steps = run.steps(optimizer, first, averaging.reference)
-    steps = tracking.profiled(run, steps, first)  # for --profile
+    steps = tracking.profiled(run, steps, first)
+
     with tracking.open_log(run, first) as write_row, checkpoints, recorder as record:
         for step in steps:
             # Forward and backward. Meanwhile the optimizer sums gradients over the replicas
@@ -343,14 +341,14 @@ def train(run, schedule=None, watch=None):
             loss = runner.forward_backward(batches)
             # A rank has the loss of its own tokens, if it has the last stage
             harness.sum_over([dp, pp], loss)
-            # The norm of the whole model's gradient, the same on all ranks: all of them clip alike
+            # The norm of the whole model's gradient, the same on all ranks: all of them clip alike.
+            # The gradients stay larger by float16's loss scale; the optimizer divides its copies
             norm = optimizer.grad_norm(pipeline_group=pp) / loss_scale.value
             record(batches, loss, norm, loss_scale)
 
             # The device leaves the step out if loss or norm are not finite. So the host queues the
             # step first, and waits for the two numbers while the device computes
             skip_where(run.start_check(loss, norm, runner.full_weights), optimizer)
-            # The gradients are larger by float16's loss scale. Their norm here is without it
             optimizer.clip(norm, args.grad_clip)
             optimizer.step()
             # All ranks decide alike. `rerun` repeats forward and backward, with the same weights,
@@ -360,10 +358,13 @@ def train(run, schedule=None, watch=None):
             if taken:
                 run.log(loss, norm, tracking.mfu(run))
             loss_scale.update(taken)
-            # Routers' biases move towards an even load, if there are any
+            # Routers' biases move towards an even load, if there are any. Their counts are of
+            # tokens: with --sp the ranks of tp hold different ones
+            sum_load = functools.partial(harness.sum_over, [dp, tp] if args.sp else [dp])
             gpt.rebalance(model, sum_load, taken)
             averaging.average_if_due(step)
 
+            # Between two steps
             write_row(run.history[-1])
             stopped = checkpoints.save_if_due(step + 1)
             if stopped:  # by a signal that any rank received
@@ -377,9 +378,8 @@ def train(run, schedule=None, watch=None):
     sampling.show(runner)
     code = 0
     if first < args.steps:  # without a step there is no receipt
-        # Bytes that the formulas predict
-        rows = receipts.train.of_run(runner, muon.cuts_within)
-        code = run.receipt(*averaging.expected(*rows))
+        predicted = receipts.train.of_run(runner, muon.cuts_within)
+        code = run.receipt(*averaging.expected(*predicted))
     return code if exported else 1
 
 

@@ -1,5 +1,6 @@
 """One rank of a run: who it is, what all ranks agree on, its model and its rows of the text."""
 
+import contextlib
 import hashlib
 import os
 from dataclasses import replace
@@ -78,6 +79,10 @@ class TrainingRank(Rank):
         self.target_count = args.batch * self.config.context
         self.draw = initialize.draw
         self.groups()
+
+    def watch(self, action):
+        """A context around each action of a pipeline: a dry run's."""
+        return contextlib.nullcontext()
 
     def read_text(self):
         """Refuses to go on if a rank can't read the text, or reads another one."""

@@ -22,8 +22,6 @@ import tiktoken
 from harness import inputs
 from harness.refusal import Refused, refusing
 
-# Two encodings that agree on this text are taken for the same
-
 
 class Bytes:
     """Each byte is a token, and 256 ends a document. Needs no download."""

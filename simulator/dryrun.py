@@ -218,7 +218,7 @@ def play(args, rank, cluster, train, brief=False, routing=even):
     """Play one step of a rank of the layout in `args`. Returns what it did as a Played. Needs a
     process that has no process group.
 
-    train(run, schedule, watch): train.py's own. brief: of the micro-batches only the
+    train(run, schedule): train.py's own. brief: of the micro-batches only the
     first and the last, for their times. routing: see `even`."""
     args = copy.copy(args)
     schedule = zero_bubble.find_schedule(args.schedule, args.pp, args.microbatches, args.chunks)
@@ -244,7 +244,7 @@ def play(args, rank, cluster, train, brief=False, routing=even):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
         modes.callback(dist.destroy_process_group)
         run = DryRun(args, rank, world, cluster, modes)
-        train(run, schedule, run.watch)
+        train(run, schedule)
     meter, actions = run.ledger, run.actions
     held = run.held | {"gathered": meter.gathered_peak}
     if args.offload:  # at the optimizer's step, only the host's memory fills
