@@ -29,6 +29,9 @@ Not for short sequences, where messages take longer than tiles (docs/long-sequen
 Liu et al. 2023, Ring attention, arXiv:2310.01889; Jacobs et al. 2023, Ulysses, arXiv:2309.14509.
 """
 
+import bisect
+import functools
+import itertools
 import math
 from typing import NamedTuple
 
@@ -78,20 +81,13 @@ def pass_on(sent, received, group):
 
 
 class Tile(NamedTuple):
-    """Which queries meet which keys. causal: both are the same tokens, and each query sees the keys
-    up to its own."""
+    """Which queries meet which keys, in which rows of the batch. causal: both are the same tokens,
+    and each query sees the keys up to its own."""
 
     queries: slice
     keys: slice
     causal: bool
-
-
-def contiguous_tile(rank, source, tokens):
-    """What the queries of `rank` see of the keys of `source`, or None. Rank i holds the i-th run of
-    `tokens` tokens."""
-    if source > rank:
-        return None
-    return Tile(slice(0, tokens), slice(0, tokens), causal=source == rank)
+    rows: slice = slice(None)
 
 
 def tile_attention(q, kv, tile):
@@ -99,8 +95,8 @@ def tile_attention(q, kv, tile):
     logarithm of its softmax's denominator, lse (B, H, Tq).
 
     q (B, H, T', D), kv (2, B, H_kv, T', D): H / H_kv query heads share a kv-head."""
-    q = q[:, :, tile.queries]
-    k, v = kv[:, :, :, tile.keys]
+    q = q[tile.rows, :, tile.queries]
+    k, v = kv[:, tile.rows, :, tile.keys]
     if fused_kernel(q):
         return fused_attention(q, k, v, tile.causal)
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
@@ -130,16 +126,17 @@ class OnlineSoftmax:
         self.out = torch.zeros_like(q, dtype=dtype)  # (B, H, T', D)
         self.lse = torch.full(q.shape[:3], -math.inf, dtype=dtype, device=q.device)  # (B, H, T')
 
-    def add(self, out, lse, queries):
-        """Add a tile of some of the queries, a slice.
+    def add(self, out, lse, tile):
+        """Add a tile of some of the queries.
 
         Leave out a tile in which a query sees no key: its lse is -inf, and -inf - -inf is NaN."""
-        lse_so_far, lse = self.lse[:, :, queries], lse.to(self.lse.dtype)
+        where = tile.rows, slice(None), tile.queries
+        lse_so_far, lse = self.lse[where], lse.to(self.lse.dtype)
         total = torch.logaddexp(lse_so_far, lse)
-        sum_so_far = self.out[:, :, queries]  # a view: what follows changes self.out
+        sum_so_far = self.out[where]  # a view: what follows changes self.out
         sum_so_far.mul_((lse_so_far - total).exp_().unsqueeze(-1))
         sum_so_far.add_(out * (lse - total).exp_().unsqueeze(-1))
-        self.lse[:, :, queries] = total
+        self.lse[where] = total
 
 
 # --- the ring: keys and values travel
@@ -176,14 +173,13 @@ def around_the_ring(kv, group):
     yield (rank - (n - 1)) % n, buffer.tensor
 
 
-def attend_to_all(q, kv_by_rank, rank, tile_of):
+def attend_to_all(q, kv_by_rank, tiles):
     """Attention of this rank's queries to all keys: the result and its lse. kv_by_rank: pairs
-    (rank, its keys and values). tile_of: contiguous_tile, or zigzag_tile below."""
+    (rank, its keys and values). tiles: of this rank's queries with each rank's keys."""
     result = OnlineSoftmax(q)
     for source, kv in kv_by_rank:
-        tile = tile_of(rank, source, q.shape[2])
-        if tile:
-            result.add(*tile_attention(q, kv, tile), tile.queries)
+        for tile in tiles[source]:
+            result.add(*tile_attention(q, kv, tile), tile)
     return result.out.to(q.dtype), result.lse
 
 
@@ -193,8 +189,8 @@ def tile_gradients(grad, q, kv, out, lse, tile):
 
     grad, out and lse are of the final result, over all keys. So e^(score - lse) are the final
     probabilities, and the other tiles are not needed."""
-    grad, q, out, lse = (t[:, :, tile.queries] for t in (grad, q, out, lse))
-    k, v = kv[:, :, :, tile.keys]
+    grad, q, out, lse = (t[tile.rows, :, tile.queries] for t in (grad, q, out, lse))
+    k, v = kv[:, tile.rows, :, tile.keys]
     if fused_kernel(q):
         return fused_gradients(grad, q, k, v, out, lse, tile.causal)
     kv_heads, copies = k.shape[1], q.shape[1] // k.shape[1]
@@ -217,11 +213,11 @@ class RingAttention(torch.autograd.Function):
     gradients."""
 
     @staticmethod
-    def forward(ctx, q, k, v, group, tile_of):
+    def forward(ctx, q, k, v, group, tiles):
         kv_by_rank = around_the_ring(torch.stack((k, v)), group)
-        out, lse = attend_to_all(q, kv_by_rank, dist.get_rank(group), tile_of)
+        out, lse = attend_to_all(q, kv_by_rank, tiles)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.group, ctx.tile_of = group, tile_of
+        ctx.group, ctx.tiles = group, tiles
         return out
 
     @staticmethod
@@ -232,47 +228,99 @@ class RingAttention(torch.autograd.Function):
         dq = torch.zeros_like(q, dtype=lse.dtype)
         dkv = DoubleBuffer(torch.zeros_like(kv, dtype=lse.dtype), ctx.group)
         for source, kv_source in around_the_ring(kv, ctx.group):
-            tile = ctx.tile_of(rank, source, q.shape[2])
-            if tile:
-                dq_tile, dk, dv = tile_gradients(grad, q, kv_source, out, lse, tile)
-                dq[:, :, tile.queries] += dq_tile
+            dkv_tiles = []
+            for tile in ctx.tiles[source]:
+                dq_tile, *dkv_tile = tile_gradients(grad, q, kv_source, out, lse, tile)
+                dq[tile.rows, :, tile.queries] += dq_tile
+                dkv_tiles.append(torch.stack(dkv_tile))
             # dkv travels one step behind kv: it needs the previous rank's tile. It was sent at the
-            # end of the last step, and travelled while this tile was computed
+            # end of the last step, and travelled while these tiles were computed
             if source != rank:  # in the first step they are this rank's own zeros
                 dkv.receive()
-            if tile:
-                dkv.tensor[0][:, :, tile.keys] += dk
-                dkv.tensor[1][:, :, tile.keys] += dv
+            for tile, dkv_tile in zip(ctx.tiles[source], dkv_tiles):
+                dkv.tensor[:, tile.rows, :, tile.keys] += dkv_tile
             dkv.send()
         dkv.receive()  # after n hops a rank has the sums for its own keys
         return dq.to(q.dtype), *dkv.tensor.to(k.dtype), None, None
 
 
-# --- the zigzag: nothing but who holds which tokens, and so another tile_of
+# --- chunks: who holds which tokens, and so which tiles there are
 
 
-def zigzag_tile(rank, source, tokens):
-    """As contiguous_tile, where each rank holds an early and a late chunk, of tokens / 2 each. A
-    Tile is never None, and all have equal work."""
-    whole, half = slice(0, tokens), tokens // 2
-    if source == rank:
-        return Tile(whole, whole, causal=True)
-    # Ranks a < b hold chunks in this order of time: a b b a. So b's queries see a's early chunk
-    # only, half of its keys (rank is b). And of a's queries only the late chunk sees b's keys, all
-    # of them (rank is a)
-    if source < rank:
-        return Tile(whole, slice(0, half), causal=False)
-    return Tile(slice(half, tokens), whole, causal=False)
+def deal_chunks(length, n, zigzag=True, multiple=1, starts=None):
+    """(tokens of a chunk, the numbers of each rank's chunks) in a ring of n ranks: two chunks a
+    rank in a zigzag, else one. multiple: pad chunks to a multiple of this, for ranks that share a
+    ring's tokens (Ulysses, below).
+
+    starts (B, T): where each token's document starts. Then a rank has eight chunks, dealt out by
+    the pairs of a query and a key that they compute: the heaviest first, to the rank with the
+    fewest pairs that has room. Two chunks a rank of one document make a zigzag."""
+    each = chunks_of_rank(zigzag, starts)
+    size = -(-length // (n * each * multiple)) * multiple
+    if starts is None or not zigzag:
+        return size, [[rank, 2 * n - 1 - rank][:each] for rank in range(n)]
+    pairs = (torch.arange(starts.shape[1]) + 1 - starts).sum(0)  # of each query, in all rows
+    pairs = nn.functional.pad(pairs, (0, n * each * size - len(pairs))).view(-1, size).sum(1)
+    held, load = [[] for _ in range(n)], [0] * n
+    for chunk in pairs.argsort(descending=True, stable=True).tolist():
+        rank = min((r for r in range(n) if len(held[r]) < each), key=load.__getitem__)
+        held[rank].append(chunk)
+        load[rank] += pairs[chunk].item()
+    return size, [sorted(chunks) for chunks in held]
 
 
-def held_positions(length, rank, n, zigzag=True, multiple=1):
-    """The positions of a sequence that a rank of a ring of n holds, (T',) int64: two chunks in a
-    zigzag, else one, all equally long. multiple: pad chunks to a multiple of this, for ranks that
-    share a ring's tokens (Ulysses, below). Positions from `length` on are padding."""
-    held = [rank, 2 * n - 1 - rank] if zigzag else [rank]  # chunks
-    count = n * len(held)
-    size = -(-length // (count * multiple)) * multiple
-    return torch.arange(count * size).view(count, size)[held].flatten()
+def chunks_of_rank(zigzag, starts=None):
+    if not zigzag:
+        return 1
+    return 2 if starts is None else 8
+
+
+def held_positions(length, rank, n, zigzag=True, multiple=1, starts=None):
+    """The positions of a sequence that a rank of a ring of n holds, (T',) int64, as many on each
+    rank. From `length` on they are padding. The other arguments are those of deal_chunks."""
+    size, chunks = deal_chunks(length, n, zigzag, multiple, starts)
+    return (torch.tensor(chunks[rank]).unsqueeze(1) * size + torch.arange(size)).flatten()
+
+
+@functools.lru_cache(maxsize=32)  # all layers need the same
+def ring_tiles(rank, n, length, zigzag=True, starts=None):
+    """For each rank of the ring, the tiles of this rank's queries with its keys."""
+    size, chunks = deal_chunks(length, n, zigzag, starts=starts)
+    borders = [[0, length]]  # of documents, in each row
+    if starts is not None:
+        borders = [[*row.unique().tolist(), starts.shape[1]] for row in starts]
+    return [find_tiles(chunks[rank], others, size, borders) for others in chunks]
+
+
+def find_tiles(own, others, size, borders):
+    """The tiles of the queries in the chunks `own` with the keys in the chunks `others`.
+
+    A query sees its document's keys up to its own. In the order of time a zigzag's ranks a < b hold
+    the chunks a b b a. So b's queries see a's early chunk, half of its keys, and of a's queries
+    only the late chunk sees b's keys, all of them."""
+
+    def before(chunks, position):
+        """How many tokens of these chunks come before a position."""
+        chunk, rest = divmod(position, size)
+        return bisect.bisect_left(chunks, chunk) * size + (rest if chunk in chunks else 0)
+
+    tiles = []
+    for row, edges in enumerate(borders):
+        rows = slice(row, row + 1) if len(borders) > 1 else slice(None)
+        for start, end in itertools.pairwise(edges):
+            document = slice(before(own, start), before(own, end))
+            if own == others and document.start < document.stop:
+                tiles.append(Tile(document, document, True, rows))
+            for chunk in own if own != others else ():
+                first, last = max(start, chunk * size), min(end, (chunk + 1) * size)
+                keys = slice(before(others, start), before(others, first))
+                if first >= last or keys.start == keys.stop:
+                    continue
+                queries = slice(before(own, first), before(own, last))
+                if tiles and tiles[-1].keys == keys and tiles[-1].rows == rows:
+                    queries = slice(tiles.pop().queries.start, queries.stop)
+                tiles.append(Tile(queries, keys, False, rows))
+    return tiles
 
 
 def shard_sequence(x, held, fill=0):
@@ -321,15 +369,15 @@ class Ring(GroupModule):
         super().__init__(group)
         self.zigzag = zigzag
 
-    def positions(self, length, multiple=1):
+    def positions(self, length, multiple=1, starts=None):
         """The positions of a sequence that this rank must hold."""
-        return held_positions(length, self.rank, self.n, self.zigzag, multiple)
+        return held_positions(length, self.rank, self.n, self.zigzag, multiple, starts)
 
-    def forward(self, q, k, v):
+    def forward(self, q, k, v, starts=None):
         check_qkv(q, k, v)
-        check_chunks(q, self)
-        tile_of = zigzag_tile if self.zigzag else contiguous_tile
-        return self.attention.apply(q, k, v, self.group, tile_of)
+        check_chunks(q, self, starts)
+        tiles = ring_tiles(self.rank, self.n, self.n * q.shape[2], self.zigzag, starts)
+        return self.attention.apply(q, k, v, self.group, tiles)
 
 
 # --- gather: all keys and values at once (Llama 3, arXiv:2407.21783, section 3.3.2)
@@ -339,27 +387,26 @@ class GatheredAttention(torch.autograd.Function):
     """The same tiles, with all ranks' keys and values in memory from forward to backward."""
 
     @staticmethod
-    def forward(ctx, q, k, v, group, tile_of):
+    def forward(ctx, q, k, v, group, tiles):
         kv = torch.stack((k, v))
         gathered = kv.new_empty(dist.get_world_size(group), *kv.shape)  # (N, 2, B, H_kv, T', D)
         all_gather_into_tensor(gathered.flatten(0, 1), kv, group=group)
-        out, lse = attend_to_all(q, enumerate(gathered), dist.get_rank(group), tile_of)
+        out, lse = attend_to_all(q, enumerate(gathered), tiles)
         ctx.save_for_backward(q, gathered, out, lse)
-        ctx.group, ctx.tile_of = group, tile_of
+        ctx.group, ctx.tiles = group, tiles
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         q, gathered, out, lse = ctx.saved_tensors
-        rank, dq = dist.get_rank(ctx.group), torch.zeros_like(q, dtype=lse.dtype)
+        dq = torch.zeros_like(q, dtype=lse.dtype)
         dkv = torch.zeros_like(gathered, dtype=lse.dtype)
         for source, kv in enumerate(gathered):
-            tile = ctx.tile_of(rank, source, q.shape[2])
-            if tile:
+            for tile in ctx.tiles[source]:
                 dq_tile, dk, dv = tile_gradients(grad, q, kv, out, lse, tile)
-                dq[:, :, tile.queries] += dq_tile
-                dkv[source][:, :, :, tile.keys] = torch.stack((dk, dv))
+                dq[tile.rows, :, tile.queries] += dq_tile
+                dkv[source][:, tile.rows, :, tile.keys] += torch.stack((dk, dv))
         return dq.to(q.dtype), *reduce_scatter_dkv(dkv, ctx.group).to(q.dtype), None, None
 
 
@@ -426,20 +473,21 @@ class Ulysses(GroupModule):
         super().__init__(group)
         self.core = core
 
-    def positions(self, length):
+    def positions(self, length, starts=None):
         """The positions of a sequence that this rank must hold: a part of what its ring holds, or
         of the sequence."""
         if not isinstance(self.core, Ring):
             return held_positions(length, self.rank, self.n, zigzag=False)
-        return self.core.positions(length, multiple=self.n).chunk(self.n)[self.rank]
+        return self.core.positions(length, self.n, starts).chunk(self.n)[self.rank]
 
-    def forward(self, q, k, v):
+    def forward(self, q, k, v, starts=None):
         check_qkv(q, k, v)
         copies = self.n // math.gcd(k.shape[1], self.n)
         kv = torch.cat((k, v), dim=-1).repeat_interleave(copies, dim=1)  # (B, H_kv copies, T', 2 D)
         q = Exchange.apply(q, self.group, 1, 2)  # (B, H / n, n T', D)
         k, v = Exchange.apply(kv, self.group, 1, 2).chunk(2, dim=-1)
-        return Exchange.apply(self.core(q, k, v), self.group, 2, 1)
+        documents = () if starts is None else (starts,)
+        return Exchange.apply(self.core(q, k, v, *documents), self.group, 2, 1)
 
 
 # --- a tile by the device's kernels, which are fast and return the log-sum-exp too
@@ -506,9 +554,11 @@ def check_qkv(q, k, v):
         )
 
 
-def check_chunks(q, ring):
-    if ring.zigzag and q.shape[2] % 2 and ring.n > 1:
-        chunks = f"a zigzag holds two equal chunks, not {q.shape[2]} tokens"
+def check_chunks(q, ring, starts):
+    each = chunks_of_rank(ring.zigzag, starts)
+    if q.shape[2] % each and ring.n > 1:
+        number = {2: "two", 8: "with documents eight"}[each]
+        chunks = f"a zigzag holds {number} equal chunks, not {q.shape[2]} tokens"
         raise ValueError(f"{chunks}: cut sequences by positions(), or give zigzag=False")
 
 
@@ -564,6 +614,7 @@ import ddp
 import harness
 import proof
 import receipts.context_parallel
+from harness import documents
 
 
 def main():
@@ -575,8 +626,7 @@ def main():
     args = parser.parse_args()
     harness.check_plot(args)
     if args.plot:
-        tiles = contiguous_tile, zigzag_tile
-        return receipts.context_parallel.plot(args.plot, args.nproc or 4, held_positions, tiles)
+        return receipts.context_parallel.plot(args, held_positions, ring_tiles)
     receipts.context_parallel.check(args)
     config = harness.configure(args)
     harness.check_batch(args, 1)
@@ -594,8 +644,6 @@ def demo(run):
     model = run.fill(parallelize_context(run.meta_model(), group, args.kind, **grid))
     core = model.blocks["0"].attn.core
     held = core.positions(context).to(run.device)
-    receipts.context_parallel.check_routers(run, len(held))
-    clamped = held.clamp(max=context - 1)  # padding must have some position
     parameters = list(model.parameters())
     # Each rank's gradients are those of its own tokens: summed as in data parallelism
     sync = ddp.DDP(parameters, group, args.microbatches)
@@ -604,9 +652,14 @@ def demo(run):
         sync.zero_grad()
         loss = run.zero()
         for tokens, targets, samples in run.microbatches(step):  # whole sequences, on every rank
+            starts = documents.starts_of(tokens, args)  # None without --documents
+            if args.documents:  # dealt out anew
+                held = core.positions(context, starts=starts).to(run.device)
+            receipts.context_parallel.check_routers(run, len(held))
+            clamped = held.clamp(max=context - 1)  # padding must have some position
             x, y = shard_sequence(tokens, held), shard_sequence(targets, held, -1)
             # The sum over this rank's tokens, divided by the global batch's number of targets
-            part = model(x, clamped, targets=y, target_count=run.target_count, sample_ids=samples)
+            part = model(x, clamped, y, run.target_count, samples, starts)
             part.backward()
             loss += part.detach()
         sync.finish()
@@ -616,8 +669,7 @@ def demo(run):
         harness.clip(parameters, norm, args.grad_clip)
         optimizer.step()
         run.log(loss, norm)
-    tile_of = contiguous_tile if args.contiguous else zigzag_tile
-    return run.receipt(*receipts.context_parallel.of_demo(run, len(held), tile_of))
+    return run.receipt(*receipts.context_parallel.of_demo(run, len(held), ring_tiles, starts))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,8 @@ arXiv:2401.04088 (Mixtral). Each part below names its own paper.
 
 import operator
 from dataclasses import dataclass, fields, replace
+from functools import partial
+from itertools import pairwise
 from typing import Literal, get_args
 
 import torch
@@ -82,26 +84,39 @@ class Attention(nn.Module):
         self.core = AttentionCore()
         self.proj = nn.Linear(config.width, config.width, bias=config.bias is True)
 
-    def forward(self, x, rope=None):
-        return self.attend(self.qkv(self.enter(x)), rope)
+    def forward(self, x, rope=None, starts=None):
+        return self.attend(self.qkv(self.enter(x)), rope, starts)
 
-    def attend(self, qkv, rope):  # apart: recomputation may keep qkv (harness/blocks.py)
+    # apart: recomputation may keep qkv (harness/blocks.py)
+    def attend(self, qkv, rope, starts=None):
         groups = qkv.unflatten(-1, (-1, self.queries_per_kv + 2, self.head_dim))
         # q (B, T, H_kv, H/H_kv, D), k and v (B, T, H_kv, 1, D)
         q, k, v = groups.split((self.queries_per_kv, 1, 1), dim=-2)
         q, k, v = (y.flatten(2, 3).transpose(1, 2) for y in (q, k, v))  # (B, H or H_kv, T, D)
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
-        y = self.core(q, k, v)  # (B, H, T, D)
+        y = self.core(q, k, v, starts)  # (B, H, T, D)
         return self.proj(y.transpose(1, 2).flatten(2))
 
 
 class AttentionCore(nn.Module):
-    """softmax(q k^T / sqrt(D)) v, causal: q (B, H, T, D), k, v (B, H_kv, T, D) -> (B, H, T, D)."""
+    """softmax(q k^T / sqrt(D)) v, causal: q (B, H, T, D), k, v (B, H_kv, T, D) -> (B, H, T, D).
+    starts: see GPT.forward."""
 
-    def forward(self, q, k, v):
+    def forward(self, q, k, v, starts=None):
         grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        attend = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=grouped)
+        if starts is None:
+            return attend(q, k, v)
+        # A causal kernel for each document takes no mask and computes no pair in vain. Padding
+        # after the last one is a document, too
+        starts = F.pad(starts, (0, q.shape[2] - starts.shape[1]), value=starts.shape[1])
+        begins = (starts == torch.arange(q.shape[2])).flatten().nonzero().flatten().tolist()
+        lengths = [end - begin for begin, end in pairwise([*begins, starts.numel()])]
+        rows = (t.transpose(0, 1).flatten(1, 2) for t in (q, k, v))  # (H, B T, D)
+        documents = zip(*(t.unsqueeze(0).split(lengths, dim=2) for t in rows))
+        y = torch.cat([attend(*document) for document in documents], dim=2)  # (1, H, B T, D)
+        return y.squeeze(0).unflatten(1, starts.shape).transpose(0, 1)
 
 
 class MLP(nn.Module):
@@ -129,8 +144,8 @@ class MLP(nn.Module):
 
 class Block(nn.Module):
     """One layer, x (B, T, C) -> (B, T, C): attention, then an MLP or a mixture of experts. Each
-    sees a norm of x, and its output is added to x. rope: None, or cos and sin (T, D). drop_key
-    (B, T): see Dropout. target_count: see GPT.forward; only routers need it."""
+    sees a norm of x, and its output is added to x. rope: None, or cos and sin, (1 or B, 1, T, D).
+    drop_key (B, T): see Dropout. starts and target_count, for routers only: see GPT.forward."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -142,8 +157,8 @@ class Block(nn.Module):
         self.mlp = MoE(config) if config.experts else MLP(config)
         self.mlp_drop = Dropout(config.dropout, site=2 * layer + 2)
 
-    def forward(self, x, rope=None, drop_key=None, target_count=None):
-        x = x + self.attn_drop(self.attn(self.attn_norm(x), rope), drop_key)
+    def forward(self, x, rope=None, drop_key=None, target_count=None, starts=None):
+        x = x + self.attn_drop(self.attn(self.attn_norm(x), rope, starts), drop_key)
         x = x + self.mlp_drop(self.mlp(self.mlp_norm(x), target_count), drop_key)
         return x
 
@@ -168,7 +183,9 @@ class GPT(nn.Module):
             if not p.is_meta:  # else harness/initialize.py fills it, once the model is cut
                 nn.init.normal_(p, mean, std)
 
-    def forward(self, x, positions=None, targets=None, target_count=None, sample_ids=None):
+    def forward(
+        self, x, positions=None, targets=None, target_count=None, sample_ids=None, starts=None
+    ):
         """Return the loss; without targets the logits (B, T, V); without a head activations.
 
         x             tokens (B, T), or activations (B, T, C) if this stage has no embedding
@@ -176,13 +193,17 @@ class GPT(nn.Module):
         targets       (B, T)
         target_count  divides the sum of the losses; by default the number of valid targets. A
                       stage without a head needs it too, for the losses of its routers
-        sample_ids    (B,), a globally unique id per row; turns dropout on"""
+        sample_ids    (B,), a globally unique id per row; turns dropout on
+        starts        (B, T) on the host, the position at which each token's document starts:
+                      attention stays within a document, and positions begin anew in it"""
         c = self.config
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
         drop_key = None
         if sample_ids is not None and c.dropout > 0:
             drop_key = hash32(sample_ids.unsqueeze(1) + hash64(positions))  # (B, T)
+        if starts is not None:
+            positions = positions - starts.to(x.device)[:, positions]  # (B, T)
         if self.embed is not None:
             x = self.embed(x, positions, drop_key)
         if target_count is None and targets is not None:
@@ -190,9 +211,10 @@ class GPT(nn.Module):
         rope = None
         if c.positions == "rope":
             head_dim = c.width // c.heads
+            positions = positions.unsqueeze(-2)  # the same for all heads
             rope = rotary_table(positions, head_dim, c.rope_theta, x.dtype, c.rope_scaling)
         for block in self.blocks.values():
-            x = self.run_block(block, x, rope, drop_key, target_count)
+            x = self.run_block(block, x, rope, drop_key, target_count, starts)
         if self.head is None:
             return x
         logits = self.head(x)
@@ -265,14 +287,14 @@ def activate(up, gate=None):
 
 
 def rotary_table(positions, head_dim, theta, dtype, scaling=None):
-    """cos and sin of the angles of positions (T,): (T, D) each (Su et al. 2021, 2104.09864)."""
+    """cos and sin of the angles of positions (..., T), (..., T, D) (Su et al. 2021, 2104.09864)."""
     # In float32 whatever the model's dtype: published weights were trained so
     steps = torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim
     frequencies = 1.0 / theta**steps  # (D/2,)
     if scaling is not None:
         frequencies = scaling(frequencies)
-    angles = torch.outer(positions.float(), frequencies)  # (T, D/2)
-    angles = torch.cat((angles, angles), dim=-1)  # (T, D)
+    angles = positions.float().unsqueeze(-1) * frequencies  # (..., T, D/2)
+    angles = torch.cat((angles, angles), dim=-1)  # (..., T, D)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 

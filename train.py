@@ -53,7 +53,7 @@ import sequence_parallel
 import tensor_parallel
 import zero
 import zero_bubble
-from harness import initialize, zero_flags
+from harness import documents, initialize, zero_flags
 from simulator import command
 from trainer import islands, layout, pretrained, recording, sampling, saving, tracking, validation
 from trainer.faults import first_nonfinite, skip_where
@@ -265,31 +265,34 @@ class ForwardBackward:
         divides the sum of the losses."""
         run, args = self.run, self.run.args
         rows, length = batches[0][0].shape
-        positions = self.positions
-        if length != run.config.context:  # a sample's
-            positions = self.positions_of(length)
-        position_ids = positions.clamp(max=length - 1)  # padding must have some position
+        starts = [documents.starts_of(tokens, args) for tokens, _, _ in batches]
+        held = [self.positions] * len(batches)
+        if args.documents or length != run.config.context:  # dealt out by documents; a sample's
+            held = [self.positions_of(length, of_batch) for of_batch in starts]
 
         def forward(stage, m, x):
             tokens, targets, samples = batches[m]
+            positions = held[m]
+            position_ids = positions.clamp(max=length - 1)  # padding must have some position
             if x is None:  # the first stage: this rank's part of each sequence
                 x = context_parallel.shard_sequence(tokens, positions)
             if targets is not None:
                 targets = context_parallel.shard_sequence(targets, positions, gpt.IGNORE)
-            return self.model[stage](x, position_ids, targets, target_count, samples)
+            return self.model[stage](x, position_ids, targets, target_count, samples, starts[m])
 
         # Shape and dtype of a message between stages
-        tokens_held = len(positions) // args.tp if args.sp else len(positions)
+        tokens_held = len(held[0]) // args.tp if args.sp else len(held[0])
         shape, dtype = (rows, tokens_held, run.config.width), harness.DTYPES[args.param_dtype]
         links = self.groups["down"] + self.groups["up"]
         return pipeline.Pipeline(
             schedule, forward, shape, dtype, run.device, links, around=self.around
         )
 
-    def positions_of(self, length):
-        """The positions (T/cp,) that this rank holds of a sequence, padding at the end."""
+    def positions_of(self, length, starts=None):
+        """The positions (T/cp,) that this rank holds of a sequence, padding at the end. starts: of
+        its documents, if they are kept apart."""
         rank = dist.get_rank(self.groups["cp"])
-        return layout.positions(self.run.args, length, rank).to(self.run.device)
+        return layout.positions(self.run.args, length, rank, starts).to(self.run.device)
 
     @contextlib.contextmanager
     def around(self, action):

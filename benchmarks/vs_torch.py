@@ -356,7 +356,7 @@ class TheirRing(torch.nn.Module):
         super().__init__()
         self.group = group
 
-    def forward(self, q, k, v):
+    def forward(self, q, k, v, starts):
         return TheirAttention.apply(q, k, v, self.group)
 
 

@@ -45,7 +45,7 @@ def run_checkpointed(function, *inputs, **options):
     return checkpoint(function, *inputs, **options)
 
 
-def run_selectively(block, x, rope=None, drop_key=None, target_count=None):
+def run_selectively(block, x, rope=None, drop_key=None, target_count=None, starts=None):
     """The forward of a block that runs norm + qkv again in backward, and norm + up. Backward needs
     only the input of the product, so the second run stops before it. A norm before two products
     (SwiGLU, a mixture) is kept, or the first would run twice."""
@@ -58,7 +58,7 @@ def run_selectively(block, x, rope=None, drop_key=None, target_count=None):
         return block.mlp.up(block.mlp.enter(block.mlp_norm(x)))
 
     qkv = run_checkpointed(project, x)
-    x = x + block.attn_drop(block.attn.attend(qkv, rope), drop_key)
+    x = x + block.attn_drop(block.attn.attend(qkv, rope, starts), drop_key)
     if isinstance(block.mlp, gpt.MLP) and block.mlp.gate is None:
         y = block.mlp.finish(run_checkpointed(expand, x))
     else:

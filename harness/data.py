@@ -77,12 +77,13 @@ def hash64(a, b):
     return x ^ x >> 31
 
 
-def load(source="stdlib", tokenizer="bytes", folder=None, vocab=None):
+def load(source="stdlib", tokenizer="bytes", folder=None, vocab=None, mark=None):
     """The Corpus of a source: "stdlib", or the path of a text file, of a folder of text files, or
     of ready-made tokens, which must be below `vocab` (default: the tokenizer's).
 
     folder: of the cache, by default data/ in the project's folder, or a temporary folder if that
-    can't be written. Raises Refused if there is no such text, or no such tokenizer."""
+    can't be written. mark: what stands between two documents of a file. Raises Refused if there is
+    no such text, or no such tokenizer."""
     encoding = of(tokenizer)
     files = ready_made.files_of(source)
     if files:
@@ -90,7 +91,7 @@ def load(source="stdlib", tokenizer="bytes", folder=None, vocab=None):
         tokens, held_out = (file and ready_made.open_file(file, vocab) for file in files)
         return Corpus(str(source), tokens, encoding, ready_made.digest(tokens), held_out)
     try:
-        tokens = cached(source, encoding, pathlib.Path(folder or cache_folder()))
+        tokens = cached(source, encoding, pathlib.Path(folder or cache_folder()), mark)
     except OSError as e:
         reason = short(": ".join(str(part) for part in (e.strerror, e.filename) if part))
         problem = f"--data {short(str(source))} can't be used ({reason})"
@@ -98,12 +99,12 @@ def load(source="stdlib", tokenizer="bytes", folder=None, vocab=None):
     return Corpus(str(source), tokens, encoding, hashlib.sha256(tokens).hexdigest())
 
 
-def cached(source, encoding, folder):
+def cached(source, encoding, folder, mark):
     """A text's tokens, memory-mapped. The first call makes the file, while other processes wait."""
     files = find(source)
     name = pathlib.Path(source).resolve().name
     stamp = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-    key = hashlib.sha256(repr((encoding.name, stamp)).encode()).hexdigest()[:16]
+    key = hashlib.sha256(repr((encoding.name, mark, stamp)).encode()).hexdigest()[:16]
     cache = folder / f"{name[:40]}-{key}.npy"  # a file's name has at most 255 bytes
     with open(f"{cache}.lock", "w") as lock:
         with contextlib.suppress(OSError):  # a disk without locks: each process makes the file
@@ -113,7 +114,7 @@ def cached(source, encoding, folder):
         except (OSError, ValueError, EOFError):  # there is none yet, or it was cut off
             whole = folder / f"{secrets.token_hex(4)}-{cache.name}"  # no reader sees half of it
             with open(whole, "wb") as file:
-                np.save(file, encode(files, encoding, source))
+                np.save(file, encode(files, encoding, source, mark))
             os.replace(whole, cache)
         return np.load(cache, mmap_mode="r")
 
@@ -136,8 +137,9 @@ def find(source):
     return sorted(file for file in files if file.is_file())
 
 
-def encode(files, encoding, source):
-    """The tokens of all files, each with the marks of a document. Skips files that are not text."""
+def encode(files, encoding, source, mark):
+    """The tokens of all documents: files, or what lies between two marks of a file. Skips files
+    that are not text."""
     size = sum(file.stat().st_size for file in files)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if size > memory / 16:  # the bytes, the characters, and 8 bytes for each token
@@ -147,8 +149,9 @@ def encode(files, encoding, source):
     for file in files:
         with contextlib.suppress(UnicodeDecodeError):
             text = file.read_bytes().decode("utf-8")
-            if text and "\0" not in text:
-                pieces.append(encoding.document(text))
+            if "\0" not in text:
+                documents = text.split(mark) if mark else [text]
+                pieces += [encoding.document(part) for part in documents if part]
     if not pieces:
         raise Refused(f"--data {source} has no text (UTF-8): give a text file or a folder of them")
     return np.concatenate(pieces).astype(np.uint16 if encoding.n_vocab <= 2**16 else np.uint32)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import model as gpt
-from harness import data, initialize
+from harness import data, documents, initialize
 from harness.flags import DTYPES, configure
 from harness.presets import parameter_count
 from harness.refusal import Refused
@@ -88,8 +88,10 @@ class TrainingRank(Rank):
         """Refuses to go on if a rank can't read the text, or reads another one."""
         args, corpus, problem = self.args, None, None
         try:
-            corpus = data.load(args.data, args.tokenizer, vocab=self.config.vocab)
+            mark = getattr(args, "documents", None)
+            corpus = data.load(args.data, args.tokenizer, vocab=self.config.vocab, mark=mark)
             corpus.split("train", self.config.context)
+            documents.check(args, corpus)
         except Refused as e:
             problem = str(e)
         self.agree(problem)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import model as gpt
-from harness import initialize
+from harness import documents, initialize
 from harness.optimizer import clip, grad_norm, learning_rate, make_optimizer
 from harness.placement import take
 from harness.presets import parameter_shapes
@@ -43,7 +43,8 @@ class Trainee:
         """rows: (tokens, targets, samples). target_count: what divides the sum of the losses."""
         tokens, targets, samples = rows
         self.optimizer.zero_grad()
-        loss = self.model(tokens, targets=targets, target_count=target_count, sample_ids=samples)
+        options = dict(sample_ids=samples, starts=documents.starts_of(tokens, self.args))
+        loss = self.model(tokens, targets=targets, target_count=target_count, **options)
         loss.backward()
         self.gradients = {name: p.grad.clone() for name, p in self.model.named()}
         self.losses.append(loss.item())

@@ -1,11 +1,13 @@
 """What context_parallel.py's demo shows beside its training: bytes with their formulas, each rank's
 share of the work, and the picture of the zigzag. The technique's functions come in as arguments."""
 
+import itertools
 import math
 
 import torch
 import torch.distributed as dist
 
+from harness import documents
 from harness.flags import POSITIVE, gone
 from harness.plots import plot_flag, pyplot, save
 from harness.refusal import Refused
@@ -23,7 +25,9 @@ def flags(group):
     group.add_argument("--contiguous", action="store_true", help=why)
     instead = "train.py --cp 4 --sample N --prompt TEXT draws tokens after a prompt"
     gone(group, "--prefill", instead)
-    plot_flag(group, "run nothing, draw who computes what, and when, in a ring of --nproc ranks")
+    documents.add_flag(group)
+    what = "run nothing, draw who computes what, and when, in a ring of --nproc ranks"
+    plot_flag(group, f"{what}; with --documents twelve of them")
 
 
 def check(args):
@@ -120,48 +124,52 @@ def expected(sizes, group, kind, rings, scatter):
     return sent, held(sizes, activations="1/N of one process's")
 
 
-def of_demo(run, tokens, tile_of):
+def of_demo(run, tokens, ring_tiles, starts):
     """(layout, sent, held, notes) of the demo's receipt. Gradients are summed as by ddp.py.
 
-    tokens: of a rank, with padding. tile_of: the ring's, of context_parallel.py."""
+    tokens: of a rank, with padding. ring_tiles: context_parallel.py's. starts: of documents in the
+    last micro-batch, or None."""
     args, n = run.args, run.world
     group, sizes = Group("cp", n), sizes_of(args, run.config, length=tokens)
     sent, held = expected(sizes, group, args.kind, args.rings, scatter_operation(dist.group.WORLD))
     sent = add(ddp.expected(sizes, group)[0], sent)
     ring, ulysses = grid(args.kind, n, args.rings)
     layout = {"cp": n, "kind": args.kind, "ring": ring, "ulysses": ulysses}
-    even = " ".join(f"{share:.0%}" for share in shares(tile_of, ring, tokens * ulysses))
+    tiles = [
+        ring_tiles(rank, ring, tokens * n, not args.contiguous, starts) for rank in range(ring)
+    ]
+    even = " ".join(f"{share:.0%}" for share in shares(tiles))
     notes = [f"work of attention, of an even share, by rank of the ring: {even}"]
     return layout, sent, held, notes
 
 
-def work(tile_of, rank, ring, tokens):
-    """How many pairs of a query and a key a rank of the ring computes. tokens: of a rank."""
+def work(tiles):
+    """How many pairs of a query and a key a rank computes. tiles: with each rank's keys."""
     pairs = 0
-    for source in range(ring):
-        tile = tile_of(rank, source, tokens)
-        if tile:
-            queries, keys, causal = tile
-            height, width = queries.stop - queries.start, keys.stop - keys.start
-            pairs += height * (height + 1) // 2 if causal else height * width
+    for queries, keys, causal, _ in itertools.chain(*tiles):
+        height, width = queries.stop - queries.start, keys.stop - keys.start
+        pairs += height * (height + 1) // 2 if causal else height * width
     return pairs
 
 
-def shares(tile_of, ring, tokens):
-    """Each rank's work, relative to an even share."""
-    pairs = [work(tile_of, rank, ring, tokens) for rank in range(ring)]
-    return [p * ring / sum(pairs) for p in pairs]
+def shares(tiles):
+    """Each rank's work, relative to an even share. tiles: of each rank."""
+    pairs = [work(of_rank) for of_rank in tiles]
+    return [p * len(pairs) / sum(pairs) for p in pairs]
 
 
 # --- the picture
 
 
-def plot(name, ring, positions, tiles):
+def plot(args, positions, ring_tiles):
     """Draw the chunks of causal attention's scores, without and with the zigzag: a color a rank, in
     each cell the step in which the keys are there. Of its own keys a chunk sees half.
 
-    positions: context_parallel.py's held_positions; tiles: its contiguous_tile and zigzag_tile."""
-    plt, n = pyplot(), 2 * ring
+    positions: context_parallel.py's held_positions; ring_tiles: its own."""
+    plt, ring = pyplot(), args.nproc or 4
+    if args.documents:
+        return plot_documents(args.plot, ring, positions, ring_tiles)
+    n = 2 * ring
     figure, axes = plt.subplots(1, 2, figsize=(11, 5), layout="constrained")
     for panel, zigzag in zip(axes, (False, True)):
         owner = {}
@@ -177,7 +185,33 @@ def plot(name, ring, positions, tiles):
         labels = [f"{chunk} (rank {owner[chunk]})" for chunk in range(n)]
         panel.set_yticks(range(n), labels, fontsize=8)
         panel.set(xlabel="chunk of keys", ylabel="chunk of queries")
-        even = ", ".join(f"{share:.2f}" for share in shares(tiles[zigzag], ring, 1024))
+        tiles = [ring_tiles(rank, ring, 1024 * ring, zigzag) for rank in range(ring)]
+        even = ", ".join(f"{share:.2f}" for share in shares(tiles))
         kind = "zigzag" if zigzag else "contiguous"
         panel.set_title(f"{kind}: work of the ranks {even} of an even share", fontsize=10)
+    save(figure, args.plot)
+
+
+LENGTHS = (9, 3, 120, 1, 30, 6, 2, 14, 5, 40, 4, 22)  # tokens of the picture's documents
+
+
+def plot_documents(name, ring, positions, ring_tiles):
+    """Draw who computes which scores of documents, dealt as a zigzag and by the pairs."""
+    plt, borders = pyplot(), [0, *itertools.accumulate(LENGTHS)]
+    length = borders[-1]
+    starts = torch.tensor([list(itertools.chain(*map(itertools.repeat, borders, LENGTHS)))])
+    figure, axes = plt.subplots(1, 2, figsize=(11, 5.4), layout="constrained")
+    for panel, dealt, kind in zip(axes, (None, starts), ("zigzag", "dealt out by pairs")):
+        pairs, owner = [0] * ring, [0] * length
+        for rank in range(ring):
+            for position in positions(length, rank, ring, starts=dealt).tolist():
+                if position < length:
+                    owner[position] = rank
+                    pairs[rank] += position + 1 - starts[0, position].item()
+        rows = range(length)
+        cells = [[owner[q] if starts[0, q] <= k <= q else math.nan for k in rows] for q in rows]
+        panel.imshow(cells, cmap="tab10", vmin=0, vmax=10, alpha=0.7, interpolation="none")
+        most = max(pairs) * ring / sum(pairs)
+        panel.set(xlabel="key", ylabel="query")
+        panel.set_title(f"{kind}: the busiest rank has {most:.2f} of an even share", fontsize=10)
     save(figure, name)

@@ -5,8 +5,10 @@ import contextlib
 import copy
 import dataclasses
 import inspect
+import itertools
 import json
 import math
+import random
 from types import SimpleNamespace
 from unittest import mock
 
@@ -60,21 +62,21 @@ def test_every_token_is_somewhere_once():
     assert cp.shard_sequence(x, torch.tensor([4, 5, 0]), -1).tolist() == [[4, -1, 0], [9, -1, 5]]
 
 
-def attention(rank, way, world, size, length, seed, dtype):
+def attention(rank, way, world, size, length, seed, dtype, starts=None):
     """Our attention of random tensors: result, gradients of q, k, v, and the positions that they
     belong to. "plain tiles" is a ring where no fused kernel runs, "efficient" one that takes the
     memory-efficient kernel of CUDA, as it is played below."""
     if way in ("plain tiles", "efficient"):
         name = None if way == "plain tiles" else way
         with mock.patch.object(cp, "fused_kernel", lambda q: name), efficient_kernels():
-            return attention(rank, "ring", world, size, length, seed, dtype)
+            return attention(rank, "ring", world, size, length, seed, dtype, starts)
     core = make_core(way, world)
-    where = core.positions(length)
+    where = core.positions(length, starts=starts)
     padded = [F.pad(t, (0, 0, 0, world * len(where) - length)) for t in inputs(size, length, seed)]
     q, k, v, grad = (t[:, :, where].to(dtype).contiguous() for t in padded)
     for t in (q, k, v):
         t.requires_grad_()
-    out = core(q, k, v)
+    out = core(q, k, v, starts)
     out.backward(grad)
     return where, [t.detach() for t in (out, q.grad, k.grad, v.grad)]
 
@@ -126,13 +128,18 @@ def inputs(size, length, seed):
     return [torch.randn(b, n, length, d, generator=g, dtype=torch.float64) for n in (h, kv, kv, h)]
 
 
-def plain(size, length, seed, dtype=torch.float64):
+def plain(size, length, seed, dtype=torch.float64, documents=None):
+    """Attention of one process, of each document (row, start, end) alone."""
     q, k, v, grad = (t.to(dtype) for t in inputs(size, length, seed))
     for t in (q, k, v):
         t.requires_grad_()
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    out.backward(grad)
-    return [t.detach() for t in (out, q.grad, k.grad, v.grad)]
+    result = torch.zeros_like(q)
+    for row, start, end in documents or [(slice(None), 0, length)]:
+        part = [t[row, :, start:end] for t in (q, k, v, grad)]
+        out = F.scaled_dot_product_attention(*part[:3], is_causal=True, enable_gqa=True)
+        out.backward(part[3])
+        result[row, :, start:end] = out
+    return [t.detach() for t in (result, q.grad, k.grad, v.grad)]
 
 
 def whole(parts, length):
@@ -209,14 +216,89 @@ def test_half_precision_is_as_exact_as_flash_attention(ranks):
                 assert (a.double() - e).norm() <= 1.5 * (b.double() - e).norm()
 
 
+# Lengths of documents, a row each: of one token, over all ranks, ending where a rank's tokens end
+LENGTHS = [[1, 15, 1, 1, 30, 16], [64], [16, 47, 1]]
+DOCUMENTS = [
+    (slice(row, row + 1), end - length, end)
+    for row, lengths in enumerate(LENGTHS)
+    for length, end in zip(lengths, itertools.accumulate(lengths))
+]
+
+
+def starts_of(rows):
+    rows = [zip(lengths, itertools.accumulate(lengths)) for lengths in rows]
+    return torch.tensor([[end - n for n, end in row for _ in range(n)] for row in rows])
+
+
+def test_documents_are_each_alone(ranks):
+    """And each of two planted bugs is seen: a document that sees a token too much or too little."""
+    size, starts = (3, 4, 2, 8), starts_of(LENGTHS)
+    ways = (*cp.KINDS, "contiguous", "plain tiles", "efficient")
+
+    def work(rank):
+        found = []
+        for way in ways:
+            with case(way):
+                found.append(attention(rank, way, 4, size, 64, 7, torch.float64, starts))
+        for off in ((starts - 1).clamp(min=0), torch.where(starts > 0, starts + 1, 0)):
+            with mock.patch.object(cp, "find_tiles", off_by_one(off)):
+                cp.ring_tiles.cache_clear()
+                found.append(attention(rank, "ring", 4, size, 64, 7, torch.float64, starts))
+        return found
+
+    expected = plain(size, 64, 7, documents=DOCUMENTS)
+    *right, late, early = zip(*ranks(4, work), strict=True)
+    for way, parts in zip(ways, right, strict=True):
+        with case(way):
+            for ours, theirs in zip(whole(parts, 64), expected):
+                torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    for parts in (late, early):
+        assert all((a - b).abs().max() > 1e-3 for a, b in zip(whole(parts, 64), expected))
+
+
+def off_by_one(starts):
+    """find_tiles with other borders between documents."""
+    find = cp.find_tiles
+    borders = [[*row.unique().tolist(), starts.shape[1]] for row in starts]
+    return lambda own, others, size, _: find(own, others, size, borders)
+
+
+def test_documents_compute_their_own_pairs_only_and_evenly():
+    """A zigzag's two chunks fail, where one document is long."""
+    rng = random.Random(3)
+    for _ in range(20):
+        lengths, total = [rng.randrange(600, 900)], 1024
+        while sum(lengths) < total:
+            lengths.append(min(int(rng.lognormvariate(3, 1.5)) + 1, total - sum(lengths)))
+        rng.shuffle(lengths)
+        starts = starts_of([lengths])
+        for ring in (2, 4, 8):
+            tiles = [cp.ring_tiles(rank, ring, total, starts=starts) for rank in range(ring)]
+            assert sum(map(long_context.work, tiles)) == sum(n * (n + 1) // 2 for n in lengths)
+            assert max(long_context.shares(tiles)) < 1.1
+    starts = starts_of([[600, *[8] * 53]])
+    zigzag = [cp.held_positions(total, rank, 8) for rank in range(8)]
+    pairs = [(where + 1 - starts[0, where]).sum().item() for where in zigzag]
+    assert max(pairs) > 2 * sum(pairs) / 8
+
+
+def test_dealing_two_chunks_of_one_document_makes_a_zigzag(monkeypatch):
+    for ring in (1, 2, 5, 8):
+        with monkeypatch.context() as patch:
+            patch.setattr(cp, "chunks_of_rank", lambda *_: 2)
+            dealt = cp.deal_chunks(16 * ring, ring, starts=starts_of([[16 * ring]]))
+        assert dealt == cp.deal_chunks(16 * ring, ring)
+
+
 def test_work_is_even_in_a_zigzag_only(ranks):
     """By the tiles, and by the calls of the kernel: tiles that are masked are skipped."""
 
-    def work(tile_of, ring):
-        return [long_context.work(tile_of, rank, ring, 8) for rank in range(ring)]
+    def work(zigzag, ring):
+        tiles = [cp.ring_tiles(rank, ring, 8 * ring, zigzag) for rank in range(ring)]
+        return [long_context.work(of_rank) for of_rank in tiles]
 
     for ring in (2, 3, 4, 8):
-        even, lopsided = work(cp.zigzag_tile, ring), work(cp.contiguous_tile, ring)
+        even, lopsided = work(True, ring), work(False, ring)
         assert len(set(even)) == 1 and sum(even) == sum(lopsided) == 4 * ring * (8 * ring + 1)
         assert lopsided[-1] > lopsided[0] * ring
 
@@ -234,7 +316,7 @@ def test_work_is_even_in_a_zigzag_only(ranks):
             attention(rank, way, 4, (1, 2, 2, 4), 32, 0, torch.float32)
         return tuple(calls)
 
-    assert ranks(4, pairs) == list(zip(work(cp.zigzag_tile, 4), work(cp.contiguous_tile, 4)))
+    assert ranks(4, pairs) == list(zip(work(True, 4), work(False, 4)))
 
 
 def test_the_flash_kernel_is_for_what_it_takes(monkeypatch):

@@ -1,12 +1,13 @@
 """data.py: the text, the tokens, and batches that are a pure function of seed and step."""
 
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from harness import data
+from harness import Refused, data, documents
 
 
 @pytest.fixture
@@ -39,6 +40,35 @@ def test_folder_is_read_in_order(tmp_path):
     (folder / "picture.png").write_bytes(b"\x89PNG\0\xff")
     corpus = data.load(folder, folder=tmp_path)
     assert bytes(t for t in corpus.tokens if t < 256) == b"onetwo"
+
+
+def test_documents(tmp_path):
+    """Of a folder, of a file with marks, of ready-made tokens; a row's document begins anew."""
+    folder, marked, ready = tmp_path / "files", tmp_path / "marked", tmp_path / "ready.npy"
+    folder.mkdir()
+    (folder / "1").write_text("ab")
+    (folder / "2").write_text("c|d")
+    marked.write_text("ab|c||d")
+    np.save(ready, np.array([5, 1, 2, 5, 5, 3], np.uint16))
+    end, (a, b, c, d), bar = 256, b"abcd", ord("|")
+    args = SimpleNamespace(documents="|", tokenizer="bytes")
+    for source, mark, expected in (
+        (folder, None, [a, b, end, c, bar, d, end]),
+        (folder, "|", [a, b, end, c, end, d, end]),
+        (marked, "|", [a, b, end, c, end, d, end]),
+    ):
+        corpus = data.load(source, folder=tmp_path, mark=mark)
+        assert corpus.tokens.tolist() == expected
+        documents.check(args, corpus)
+    rows = torch.tensor([corpus.tokens[1:5].tolist(), corpus.tokens[2:6].tolist()])
+    assert documents.starts_of(rows, args).tolist() == [[0, 1, 1, 3], [0, 0, 2, 2]]
+    args = SimpleNamespace(documents="5", tokenizer="none")
+    corpus = data.load(ready, "none", vocab=9, mark="5")
+    rows = torch.from_numpy(corpus.tokens.astype(np.int64)).unsqueeze(0)
+    assert documents.starts_of(rows, args).tolist() == [[0, 0, 0, 3, 4, 4]]
+    assert documents.starts_of(rows, SimpleNamespace()) is None
+    with pytest.raises(Refused, match="no token 7, which separates documents"):
+        documents.check(SimpleNamespace(documents="7", tokenizer="none"), corpus)
 
 
 def test_batch_is_a_function_of_seed_and_step(text, tmp_path):

@@ -157,6 +157,10 @@ train --experts 4 --export x -> no family that transformers knows
 train --record x --record-tensors blocks.0.* -> --record-tensors is gone
 train --record folder -> has a recording
 train --record folder/record.jsonl/x -> can't be written
+train --record x --documents -> --documents does not go with --record.*leave one of them out
+train --dry-run --documents -> --documents does not go with --dry-run
+train --tokenizer none --vocab 9 --documents -> which token begins a text.*--documents 50256
+train --experts 4 --cp 2 --documents --context 40 -> a multiple of 16$
 train --resume -> need --out
 train --save-every 2 -> need --out
 train --out folder -> has checkpoints

@@ -43,6 +43,10 @@ VARIANTS = {
     "moe": f"{MIXTURE} --family llama --kv-heads 2",
     "moe-gpt2": f"{MIXTURE} {SGD} --bias-rate 0.01",
     "moe-top-1": f"--experts 6 --top-k 1 --dropout 0.2 {SGD}",
+    # 'e' stands between documents: some are longer than a row, and some of one token
+    "docs": f"--documents e --context 24 {SGD}",
+    "docs-llama": "--documents e --family llama --kv-heads 2 --context 37",
+    "docs-moe": f"--documents e --context 32 --experts 5 --top-k 2 --z-loss 0.01 {SGD}",
     # Neither 125 nor 45 hidden units divide by 2
     "muon": "--optimizer muon --hidden 125",
     "muon-moe": f"{MIXTURE} --optimizer muon --family llama --kv-heads 2 --hidden 45",
@@ -96,6 +100,18 @@ moe       --cp 2 --dp 2 --ep 2 --tp 2 --sp --zero 2 --recompute block --layers 2
 moe       --dp 2 --tp 2 --pp 2 --cp 2 --ep 4 --sp --zero 3 --schedule zb-h1 --microbatches 2 SHALLOW
 llama     --pp 2 --dp 2 --schedule zb-h2 --zero 3 --microbatches 3
 sgd       --dp 2 --schedule zb-h1 --microbatches 3
+docs      --dp 1 --microbatches 2
+docs      --tp 2 --sp --pp 2 --schedule zb-v --microbatches 3 DEEP
+docs-llama --dp 2 --zero 3 --microbatches 2 --recompute half
+docs      --cp 3 --microbatches 2 --recompute selective
+docs-llama --cp 4 --cp-kind ulysses --recompute half
+docs      --cp 3 --cp-kind gather --microbatches 2
+docs-llama --cp 4 --cp-kind ring-ulysses --microbatches 2 --recompute block
+docs-llama --cp 2 --tp 2 --sp --recompute block
+docs      --cp 2 --pp 2 --schedule zb-v --microbatches 3 DEEP
+docs      --cp 2 --pp 2 --zero 2 --cp-kind gather --microbatches 2 --recompute half
+docs-moe --cp 2 --dp 2 --ep 4 --zero 1
+docs-moe --dp 2 --tp 2 --pp 2 --cp 2 --ep 4 --sp --zero 3 --schedule zb-h1 --microbatches 2 SHALLOW
 muon      --dp 3 --microbatches 2
 muon      --tp 2 --sp --dp 2 --pp 2 --schedule zb-v --microbatches 3 DEEP
 muon      --pp 2 --cp 2 --tp 2 --microbatches 2 --zero 1
@@ -140,7 +156,7 @@ def reference(text):
     @functools.cache
     def train_alone(variant, layers, steps):
         args = arguments(text, f"{VARIANTS[variant]} --layers {layers} --steps {steps}")
-        config, corpus = harness.configure(args), data.load(text)
+        config, corpus = harness.configure(args), data.load(text, mark=args.documents)
         model = initialize.build(config, args.seed, dtype=torch.float64)
         matrices = [p for p in model.parameters() if p.dim() > 1]
         vectors = [p for p in model.parameters() if p.dim() == 1]
@@ -157,9 +173,12 @@ def reference(text):
         for step in range(args.steps):
             where = range(args.batch), config.context, args.seed
             tokens, targets, samples = corpus.batch(step, *where)
-            loss = model(tokens, targets=targets, sample_ids=samples)
             optimizer.zero_grad()
-            loss.backward()
+            if args.documents:
+                loss = each_document_alone(model, tokens, targets)
+            else:
+                loss = model(tokens, targets=targets, sample_ids=samples)
+                loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip)
             optimizer.step()
             gpt.rebalance(model)
@@ -168,6 +187,19 @@ def reference(text):
         return pairs
 
     return train_alone
+
+
+def each_document_alone(model, tokens, targets):
+    """The loss. Each document goes through the model by itself. It begins with the separator."""
+    total = 0
+    for row, labels in zip(tokens, targets):
+        borders = (row[1:] == 256).nonzero().flatten() + 1
+        parts = [t.unsqueeze(0).tensor_split(borders, dim=1) for t in (row, labels)]
+        for document, of_document in zip(*parts, strict=True):
+            loss = model(document, targets=of_document, target_count=targets.numel())
+            loss.backward()
+            total += loss.detach()
+    return total
 
 
 def ranks_of(layout):

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import re
 import shutil
 
@@ -161,7 +162,7 @@ def test_half_keeps_one_tile_of_a_ring():
     """However many kernels attention is made of."""
 
     class Tiles(gpt.AttentionCore):
-        def forward(self, q, k, v):
+        def forward(self, q, k, v, starts):
             return sum(super(Tiles, self).forward(q, k, v) for _ in range(self.tiles))
 
     held, (tokens, targets) = [], batch(rows=6)
@@ -262,6 +263,50 @@ def test_a_large_weight_is_drawn_in_pieces_alike_on_any_number_of_cores(monkeypa
     pieces = drawn[0].view(-1).split(1000)
     assert len(pieces) == 4 and not torch.equal(pieces[0], pieces[1])
     assert drawn[0].std().item() == pytest.approx(0.02, rel=0.1)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_documents_are_each_alone(family, monkeypatch):
+    """Of one token, of a whole row. Planted: attention that sees a token of the document before,
+    and positions that go on."""
+    rows = [[1, 5, 1, 17], [24], [23, 1]]
+    borders = [[0, *itertools.accumulate(lengths)] for lengths in rows]
+    starts = [
+        [at for at, n in zip(row, lengths) for _ in range(n)] for row, lengths in zip(borders, rows)
+    ]
+    starts = torch.tensor(starts)
+    config = presets.configure(**SMALL, family=family)
+    model = initialize.build(config, dtype=torch.float64)
+    tokens, targets = batch(rows=3)
+
+    def gradients():
+        grads = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        return grads
+
+    def packed():
+        loss = model(tokens, targets=targets, starts=starts)
+        loss.backward()
+        return [loss.detach(), *gradients()]
+
+    losses = []
+    for row, edges in enumerate(borders):
+        for a, b in itertools.pairwise(edges):
+            part = tokens[row : row + 1, a:b], targets[row : row + 1, a:b]
+            losses.append(model(part[0], targets=part[1], target_count=tokens.numel()))
+    sum(losses).backward()
+    alone = [sum(losses).detach(), *gradients()]
+    torch.testing.assert_close(packed(), alone, rtol=1e-10, atol=1e-12)
+    attend, embed = gpt.AttentionCore.forward, gpt.Embedding.forward
+    earlier = (starts - 1).clamp(min=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(gpt.AttentionCore, "forward", lambda *qkv: attend(*qkv[:-1], earlier))
+        assert (packed()[0] - alone[0]).abs() > 1e-5
+    if family == "gpt2":  # rotary positions count from one token to another
+        with monkeypatch.context() as patch:
+            going_on = torch.arange(24)
+            patch.setattr(gpt.Embedding, "forward", lambda *x: embed(*x[:2], going_on, x[3]))
+            assert (packed()[0] - alone[0]).abs() > 1e-5
 
 
 def test_ignored_targets_add_nothing():

@@ -12,7 +12,7 @@ import context_parallel
 import harness
 import tensor_parallel
 import zero_bubble
-from harness import Refused, zero_flags
+from harness import Refused, documents, zero_flags
 from receipts import context_parallel as long_context
 from receipts import expert_parallel as experts
 from receipts import pipeline as schedules
@@ -57,6 +57,7 @@ def add_flags(parser):
     why = "run norms and GELU again in backward, half of the products too, or all: to hold less"
     g.add_argument("--recompute", choices=harness.RECOMPUTATIONS, default="none", help=why)
     g = parser.add_argument_group("the loop")
+    documents.add_flag(g)
     why = "sgd shows a gradient of the wrong scale; muon: matrices whole (muon.py), with --zero 1"
     g.add_argument("--optimizer", choices=["adamw", "sgd", "muon"], default="adamw", help=why)
     why = "where the cosine ends (default: lr / 10)"
@@ -117,6 +118,7 @@ def check(args, config):
     zero_flags.check_ranks("--zero-ranks", args.zero_ranks, ranks, where, args.zero)
     check_experts(args, config, where)
     check_compile(args, config)
+    check_documents(args)
     check_needed(args)
     for part in (saving, sampling, tracking, islands, recording):
         part.check(args)
@@ -168,6 +170,19 @@ def check_compile(args, config):
         raise Refused(f"{what} --recompute half: {why}; use --recompute selective or block")
 
 
+def check_documents(args):
+    """Refuse what does not go with --documents."""
+    for given, what in (
+        (args.compile, "--compile, whose code would be made anew for other lengths"),
+        (args.record, "--record, which keeps no documents"),
+        (args.dry_run or args.plan, "--dry-run and --plan, which read no text"),
+    ):
+        if given and args.documents:
+            raise Refused(f"--documents does not go with {what}: leave one of them out")
+    if args.documents:
+        documents.separator(args.documents, args.tokenizer)  # is there one?
+
+
 def check_needed(args):
     """Refuse flags that mean nothing without another one."""
     several = "between sync_every outer_lr outer_momentum stream stream_delay outer_bits"
@@ -210,13 +225,15 @@ def is_zigzag(args):
 def token_unit(args):
     """What a sequence is padded to a multiple of: context parallelism deals out chunks of one size,
     sequence parallelism splits each rank's tokens evenly."""
-    chunks = 2 * args.cp if is_zigzag(args) else args.cp
+    chunks = args.cp * context_parallel.chunks_of_rank(is_zigzag(args), args.documents)
     return math.lcm(chunks, args.cp * args.tp if args.sp else 1)
 
 
-def positions(args, length, rank):
-    """The positions of a sequence that a context-parallel rank holds, padding at the end."""
+def positions(args, length, rank, starts=None):
+    """The positions of a sequence that a context-parallel rank holds, padding at the end. starts:
+    of documents, see context_parallel.deal_chunks."""
     padded = length + -length % token_unit(args)
     ring, ulysses = cp_shape(args)
-    held = context_parallel.held_positions(padded, rank // ulysses, ring, is_zigzag(args))
+    where = padded, rank // ulysses, ring, is_zigzag(args)
+    held = context_parallel.held_positions(*where, starts=starts)
     return held.chunk(ulysses)[rank % ulysses]

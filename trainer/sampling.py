@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 import harness
-from harness import Refused, data, outputs, tokens
+from harness import Refused, data, documents, outputs, tokens
 
 
 def add_flags(parser):
@@ -76,7 +76,9 @@ def logits_after(runner, window):
     """The logits (V,) that follow the tokens (1, T), on a rank that has the last stage and the last
     token; else None."""
     results = runner.forward_only([(window, None, None)], None)
-    last = (runner.positions_of(window.shape[1]) == window.shape[1] - 1).nonzero().flatten()
+    starts = documents.starts_of(window, runner.run.args)
+    held = runner.positions_of(window.shape[1], starts)
+    last = (held == window.shape[1] - 1).nonzero().flatten()
     if not results or not len(last):
         return None
     logits = results[0][0, last[0]]
