@@ -403,7 +403,8 @@ class Router(nn.Linear):
 
 class AddLoss(torch.autograd.Function):
     """Returns x. In backward `loss` gets the gradient 1, as if it had been added to the model's
-    loss, even on a pipeline stage without the head (Megatron-LM's MoEAuxLossAutoScaler)."""
+    loss, even on a pipeline stage without the head (Megatron-LM's MoEAuxLossAutoScaler). A factor
+    on the model's loss would not reach it: divide target_count by the factor instead."""
 
     @staticmethod
     def forward(ctx, x, loss):

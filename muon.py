@@ -134,14 +134,7 @@ class Muon:
     decay move a parameter without a gradient, too. scopes: of a pipeline, {stage: module}."""
 
     def __init__(
-        self,
-        model,
-        group,
-        matrices,
-        lr=1e-3,
-        weight_decay=0.1,
-        microbatches=1,
-        scopes=None,
+        self, model, group, matrices, lr=1e-3, weight_decay=0.1, microbatches=1, scopes=None
     ):
         self.model, self.group = model, group
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -388,10 +381,10 @@ class ShardedMuon(PlainMuon):
         super().update(p, group)
 
     def scaled(self, direction, p, dtype):
-        cuts = cuts_within(p)  # at most one: check_matrices
+        cuts = cuts_within(p)
         if not cuts:
             return super().scaled(direction, p, dtype)
-        [(dim, (group, start, length))] = cuts
+        [(dim, (group, start, length))] = cuts  # one: check_matrices
         shards = [torch.empty_like(direction) for _ in range(dist.get_world_size(group))]
         dist.all_gather(shards, direction, group=group)
         # Without the zeros that pad the last shards: the scale is the whole matrix's

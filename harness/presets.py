@@ -47,6 +47,7 @@ def configure(preset="tiny", family=None, **overrides):
     swiglu, rope = sizes.get("mlp") == "swiglu", sizes.get("positions") == "rope"
     sizes.setdefault("hidden", ceil(8 * width, 3 * 32) * 32 if swiglu else 4 * width)
     sizes.setdefault("kv_heads", heads // 2 if rope and heads % 2 == 0 else heads)
+    sizes.setdefault("renormalize", sizes.get("top_k") != 1)  # else its router would learn nothing
     return Config(**sizes)
 
 

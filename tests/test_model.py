@@ -219,6 +219,13 @@ def test_published_sizes():
     assert {name: presets.parameter_count(presets.configure(name)) for name in sizes} == sizes
 
 
+def test_with_one_expert_a_token_the_router_learns():
+    model = gpt.GPT(presets.configure(layers=1, experts=3, top_k=1))
+    tokens = torch.randint(model.config.vocab, (2, 9))
+    model(tokens, targets=tokens).backward()
+    assert model.blocks["0"].mlp.router.weight.grad.abs().max() > 1e-6
+
+
 def test_a_preset_turned_into_the_other_family():
     turned = presets.configure("llama3-8b", "gpt2")
     assert (turned.hidden, turned.kv_heads) == (4 * 4096, 32)
