@@ -3,17 +3,25 @@
     proofs      every technique's receipt in float64 on nccl; with one GPU on 4 gloo ranks that
                 share it. Attention and experts in bfloat16 too, where they take other kernels
     speed       gpt2's tokens/s on one GPU, plain and compiled, beside nanoGPT's recipe in plain
-                torch. The two take turns
+                torch. The two take turns. Then blocks of Llama 3 8B alone: their MFU
+    kernels     where a step's time goes: the part in which the GPU works, the kernels that take
+                longest, how often the host waits for the GPU
     vs_torch    with 2 GPUs or more: benchmarks.vs_torch, each technique beside PyTorch's own
 
-Writes the rows to --json. A row that fails says why, the others go on, and the exit code is 1. One
-GPU takes ten to twenty minutes, by estimate. --device cpu rehearses the proofs. --plot NAME draws
+Writes each row to --json as soon as it is there. A row that fails says why, the others go on, and
+the exit code is 1. One GPU takes ten to twenty minutes, by estimate. Where a GPU is lent for less:
+--budget MINUTES, and once more with --go-on. --device cpu rehearses the proofs. --plot NAME draws
 the ratios; where it has no matplotlib, draw elsewhere: --measured docs/gpu.json --plot docs/gpu
 """
 
+import collections
 import json
+import math
+import os
 import statistics
 import sys
+import tempfile
+import time
 
 import torch
 
@@ -28,8 +36,13 @@ from receipts.formulas import flops_per_token
 from trainer import layout, tracking
 
 ALONE = "--sample 0 --eval-every 0"  # train.py, without what follows the steps
-GPT2 = "--preset gpt2 --vocab 50304 --param-dtype bfloat16 --nproc 1 --prove 0 --quiet --steps 30"
-WARM_UP, TURNS = 10, 2  # steps that are not counted, turns of each rival
+TRAIN = f"--param-dtype bfloat16 --nproc 1 --prove 0 --quiet {ALONE}"
+GPT2 = "--preset gpt2 --vocab 50304"
+MODELS = [f"{GPT2} --batch 16", f"{GPT2} --batch 16 --compile"]
+MODELS += [f"{GPT2} --batch 64 --microbatches 4 --compile"]
+MODELS += ["--preset llama3-8b --layers 4 --batch 2 --compile"]
+STEPS, WARM_UP, TURNS = 30, 10, 2  # steps, of these not counted, turns of each rival
+PROFILED = 2  # steps
 
 TECHNIQUES = ["collectives.py", "zero.py --stage 1", "zero.py --stage 2", "fsdp.py", "muon.py"]
 TECHNIQUES += [f"ddp.py --sync {way}" for way in ("naive", "bucketed", "overlapped", "server")]
@@ -78,22 +91,26 @@ def proof(case):
     return {"ranks": receipt["world_size"], "error": error}
 
 
-def speed_cases(device, gpus):
-    return ["--batch 16", "--batch 16 --compile", "--batch 64 --microbatches 4 --compile"]
+def model_cases(device, gpus):
+    return MODELS
 
 
 def speed(flags):
-    ours, theirs = [], []
+    command = f"train.py {TRAIN} {flags} --steps {STEPS}"
+    sides = [[], []] if GPT2 in flags else [[]]  # nanoGPT has no Llama
     for _ in range(TURNS):
-        steps = benchmarks.receipt(f"train.py {GPT2} {ALONE} {flags}")["steps"]
-        ours.append(statistics.median(step["tokens_per_s"] for step in steps[WARM_UP:]))
-        said = benchmarks.call(["-c", f"from benchmarks import gpu; gpu.plain({flags!r})"])
-        theirs.append(statistics.median(json.loads(said.rpartition("\n")[2])[WARM_UP:]))
-    rates = [statistics.median(side) for side in (ours, theirs)]
-    row = {"tokens_per_s": rates, "ratio": benchmarks.quartiles(ours, theirs)}
+        steps = benchmarks.receipt(command)["steps"]
+        sides[0].append(statistics.median(step["tokens_per_s"] for step in steps[WARM_UP:]))
+        if len(sides) > 1:
+            said = benchmarks.call(["-c", f"from benchmarks import gpu; gpu.plain({flags!r})"])
+            rates = json.loads(said.rpartition("\n")[2])[WARM_UP:]
+            sides[1].append(statistics.median(rates))
+    row = {"tokens_per_s": [statistics.median(side) for side in sides]}
+    if len(sides) > 1:
+        row["ratio"] = benchmarks.quartiles(*sides)
     if tracking.peak():
         flops = flops_per_token(settled(flags)[1])
-        row["mfu"] = [rate * flops / tracking.peak() for rate in rates]
+        row["mfu"] = [rate * flops / tracking.peak() for rate in row["tokens_per_s"]]
     return row
 
 
@@ -103,8 +120,34 @@ def plain(flags):
 
 
 def settled(flags):
-    """train.py's flags of a run of gpt2, and the model's Config."""
-    return layout.prepare(train.flags().parse_args(f"{GPT2} {flags}".split()))
+    """train.py's flags of a run, and the model's Config."""
+    return layout.prepare(train.flags().parse_args(f"{TRAIN} --steps {STEPS} {flags}".split()))
+
+
+def kernels(flags):
+    last = WARM_UP + PROFILED
+    with tempfile.TemporaryDirectory() as folder:
+        trace = f"--steps {last} --profile {WARM_UP + 1}-{last} --profile-to {folder}"
+        benchmarks.receipt(f"train.py {TRAIN} {flags} {trace}")
+        with open(os.path.join(folder, "rank0.json")) as file:
+            return shares(json.load(file)["traceEvents"], PROFILED)
+
+
+def shares(events, steps):
+    """A step by the events of its trace. ms: from the GPU's first operation to its last. busy: the
+    part of it in which the GPU works. waits: of the host for the GPU. largest: milliseconds of the
+    operations that take longest."""
+    ours = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    ours.sort(key=lambda e: e["ts"])
+    times, busy, end = collections.Counter(), 0.0, -math.inf
+    for event in ours:
+        begin, stop = event["ts"], event["ts"] + event["dur"]
+        times[event["name"][:80]] += event["dur"] / 1e3 / steps
+        busy, end = busy + max(0.0, stop - max(begin, end)), max(end, stop)
+    span = end - ours[0]["ts"]
+    waits = sum("Synchronize" in e["name"] for e in events if e.get("cat") == "cuda_runtime")
+    row = {"ms": span / 1e3 / steps, "busy": busy / span, "waits": waits / steps}
+    return row | {"launches": len(ours) / steps, "largest": dict(times.most_common(15))}
 
 
 def pair_cases(device, gpus):
@@ -119,7 +162,8 @@ def beside_torch(flags):
 # {name: (names of the rows, what measures one, GPUs that it needs)}
 PARTS = {
     "proofs": (proof_cases, proof, 0),
-    "speed": (speed_cases, speed, 1),
+    "speed": (model_cases, speed, 1),
+    "kernels": (model_cases, kernels, 1),
     "vs_torch": (pair_cases, beside_torch, 2),
 }
 
@@ -130,6 +174,15 @@ def measure(part, case):
         return {"name": case} | PARTS[part][1](case)
     except (Exception, harness.Refused) as e:
         return {"name": case, "failed": str(e) if isinstance(e, harness.Refused) else repr(e)}
+
+
+def kept(path, device):
+    """The rows of another run on the same device that did not fail."""
+    with open(path) as file:
+        before = json.load(file)
+    if before["device"] != device:
+        raise harness.Refused(f"--go-on: {path} is of {before['device']}, this is {device}")
+    return {part: [row for row in before[part] if "failed" not in row] for part in PARTS}
 
 
 def draw(found, name):
@@ -153,6 +206,10 @@ def main():
     p = harness.Parser(__doc__)
     p.add_argument("--only", nargs="+", choices=list(PARTS), metavar="PART", help="some parts")
     p.add_argument("--json", default="docs/gpu.json", metavar="FILE", help="write the rows as JSON")
+    why = "end after so long: a row that is cut off is a failure, those after it are left out"
+    p.add_argument("--budget", type=harness.real(0.1), metavar="MINUTES", help=why)
+    why = "keep the rows of --json that did not fail, and measure the others"
+    p.add_argument("--go-on", action="store_true", help=why)
     harness.plot_flag(p, "draw the ratios")
     why = "measure nothing: draw what a --json of another run holds"
     p.add_argument("--measured", metavar="FILE", help=why)
@@ -175,11 +232,19 @@ def main():
     check_file("--json", args.json)
     where = f"{gpus} x {torch.cuda.get_device_name()}" if gpus else "CPUs"
     found = {"device": f"{where}, torch {torch.__version__}"} | {part: [] for part in PARTS}
+    if args.go_on and os.path.exists(args.json):
+        found |= kept(args.json, found["device"])
     print(found["device"])
+    deadline = time.monotonic() + 60 * (args.budget or math.inf)
     for part, (cases, _, needed) in PARTS.items():
         if needed > gpus or part not in (args.only or PARTS):
             continue
+        done = {row["name"] for row in found[part]}
         for case in cases(args.device, gpus):
+            left = deadline - time.monotonic()
+            if case in done or left <= 0:
+                continue
+            benchmarks.LONGEST = min(benchmarks.LONGEST, left)
             row = measure(part, case)
             found[part].append(row)
             print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)

@@ -8,6 +8,7 @@ import sys
 import pytest
 from conftest import ROOT
 
+import benchmarks
 import harness
 from benchmarks import gpu, nanogpt
 
@@ -54,8 +55,57 @@ def test_what_is_proven(gpus, ranks, train):
     assert all(f"--nproc {ranks} --device cuda --backend {backend}" in case for case in others)
 
 
+def test_a_budget_ends_a_run_and_another_one_goes_on(monkeypatch, tmp_path):
+    """The second run measures what the first one left out, or failed at."""
+    clock, found, done = [0.0], tmp_path / "gpu.json", []
+
+    def measured(case):
+        done.append((case, benchmarks.LONGEST))
+        clock[0] += 50
+        if case == "b" and len(done) == 2:
+            raise OSError("lost")
+        return {"ratio": [1.0, 1.0, 1.0]}
+
+    monkeypatch.setattr(benchmarks, "LONGEST", 1200)
+    monkeypatch.setattr(gpu.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(gpu, "PARTS", {"speed": (lambda *_: list("abcd"), measured, 0)})
+    words = ["gpu.py", "--device", "cpu", "--json", str(found), "--go-on"]
+    for more in (["--budget", "2"], []):
+        monkeypatch.setattr(sys, "argv", [*words, *more])
+        with pytest.raises(SystemExit) as end:
+            gpu.main()
+    # Two minutes: the third row begins with 20 seconds left, the fourth does not
+    assert done == [("a", 120), ("b", 70), ("c", 20), ("b", 20), ("d", 20)]
+    assert [row["name"] for row in json.loads(found.read_text())["speed"]] == list("acbd")
+    assert end.value.code == 0
+
+
+def test_where_a_step_goes():
+    def event(cat, name, ts, dur):
+        return dict(cat=cat, name=name, ts=ts, dur=dur)
+
+    events = [
+        event("kernel", "product", 1000, 4000),
+        event("cuda_runtime", "cudaStreamSynchronize", 0, 9000),
+        event("kernel", "message", 3000, 3000),  # beside the product
+        event("cpu_op", "aten::mm", 0, 50),
+        event("gpu_memcpy", "copy", 8000, 1000),
+    ]
+    row = gpu.shares(events, 2)
+    assert (row["ms"], row["busy"], row["waits"], row["launches"]) == (4, 0.75, 0.5, 1.5)
+    assert row["largest"] == {"product": 2.0, "message": 1.5, "copy": 0.5}
+
+
+def test_the_models_that_are_measured():
+    settled = [gpu.settled(flags) for flags in gpu.MODELS]
+    assert [args.compile for args, _ in settled] == [False, True, True, True]
+    assert all(
+        args.param_dtype == "bfloat16" and config.vocab % 64 == 0 for args, config in settled
+    )
+
+
 def test_nanogpt_has_the_parameters_of_gpt2():
-    args, config = gpu.settled("--batch 2 --layers 1 --width 32 --heads 2 --context 8")
+    args, config = gpu.settled(f"{gpu.GPT2} --batch 2 --layers 1 --width 32 --heads 2 --context 8")
     args.steps = 2
     assert len(nanogpt.train(args, config, "cpu")) == 2
     count = sum(p.numel() for p in nanogpt.GPT(config).parameters())
