@@ -235,7 +235,7 @@ class ForwardBackward:
         # Which part of the batches is this rank's: islands have batches of their own
         island = run.rank // (run.world // run.args.islands)
         self.replica = island * run.args.dp + dist.get_rank(groups["dp"]) // run.args.cp
-        # Made once: a copy to the device makes it wait
+        # Made once: a copy to the device makes the host wait
         self.positions = self.positions_of(run.config.context)
         self.expert_rows = receipts.train.ExpertRows(run, model)
 
@@ -335,7 +335,7 @@ def train(run, schedule=None):
     recorder = recording.recorded(runner, first)
     # Sets the learning rate, counts a step's bytes for the receipt, compares with one process
     steps = run.steps(optimizer, first, averaging.reference)
-    steps = tracking.profiled(run, steps, first)
+    steps = tracking.profiled(run, steps)
 
     with tracking.open_log(run, first) as write_row, checkpoints, recorder as record:
         for step in steps:

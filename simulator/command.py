@@ -37,7 +37,7 @@ def add_flags(parser):
     why = "how many days that many tokens take, such as 15e12"
     g.add_argument("--tokens", type=harness.real(0), metavar="X", help=why)
     flags.gone(g, "--ranks", "the first rank of each stage is played, of more than 4 stages three")
-    flags.gone(g, "--timeline", "a dry run prints where its time goes, --profile traces a real one")
+    flags.gone(g, "--timeline", "a dry run prints where time goes, --profile-to traces a real one")
 
 
 def main(args, prepare, train):

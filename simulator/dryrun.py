@@ -222,7 +222,7 @@ def play(args, rank, cluster, train, brief=False, routing=even):
     first and the last, for their times. routing: see `even`."""
     args = copy.copy(args)
     schedule = zero_bubble.find_schedule(args.schedule, args.pp, args.microbatches, args.chunks)
-    off = "out", "init_from", "export", "log_to", "profile", "plot", "record"
+    off = "out", "init_from", "export", "log_to", "profile_to", "plot", "record"
     vars(args).update(dict.fromkeys((*off, "wandb", "tensorboard")))
     # Of three steps the second is played: validation comes after the last. Of islands one is
     # played: what joins them is slow, and rare

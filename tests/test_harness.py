@@ -138,10 +138,6 @@ diloco --nproc 2 --sync-every 2 --stream-delay 2 -> less than --sync-every 2
 diloco --nproc 2 --outer-momentum 1 -> less than 1
 diloco --nproc 2 --batch 5 -> does not divide
 train --profile 2 -> --profile-to
-train --profile 3-2 --profile-to x -> not a step or a range
-train --profile 0 --profile-to x -> not a step or a range
-train --profile 201 --profile-to x -> beyond --steps
-train --log-to x.csv -> JSON lines
 train --only-sample -> needs weights
 train --only-sample --sample 0 --out x -> needs weights
 train --layers 8 --pp 4 --dp 2 --schedule interleaved --batch 12 -> --batch 16 does

@@ -53,9 +53,9 @@ BUDGETS = {
 }
 CEILINGS = {
     "harness": 2292,
-    "proof": 1739,
+    "proof": 1724,
     "receipts": 2307,
-    "trainer": 2494,
+    "trainer": 2476,
     "simulator": 1841,
     "exercises": 300,
     "tests": 11927,

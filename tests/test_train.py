@@ -31,7 +31,7 @@ def run(ranks, text, flags):
 
 def test_traces_of_all_ranks_fit_together(ranks, text, tmp_path):
     folder = tmp_path / "new"
-    run(ranks, text, f"--dp 2 --microbatches 3 --steps 3 --profile 2-3 --profile-to {folder}")
+    run(ranks, text, f"--dp 2 --microbatches 3 --steps 4 --profile-to {folder}")
     spans = []
     for rank in range(2):
         events = json.loads((folder / f"rank{rank}.json").read_text())["traceEvents"]

@@ -193,8 +193,6 @@ def check_needed(args):
         ("keep_gathered", args.zero == 3, "--zero 3"),
         ("reduce_once", args.zero >= 2, "--zero 2 or 3"),
         ("export_dtype", args.export, "--export"),
-        ("profile", args.profile_to, "--profile-to FOLDER"),
-        ("profile_to", args.profile, "--profile STEPS"),
         ("gpus", args.plan, "--plan"),
         (several, args.islands > 1, "--islands 2 or more"),
         (simulation, args.dry_run or args.plan, "--dry-run"),

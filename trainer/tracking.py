@@ -1,18 +1,16 @@
 """What train.py writes while it runs: a log, Weights & Biases, TensorBoard, a plot of the loss,
-MFU, traces of chosen steps."""
+MFU, traces of some steps."""
 
-import argparse
 import contextlib
 import functools
 import importlib.util
 import json
 import os
-import re
 
 import torch
 
 import harness
-from harness import Refused, outputs, say
+from harness import Refused, flags, outputs, say
 from receipts import pipeline as schedules
 from receipts.formulas import flops_per_token
 
@@ -23,33 +21,19 @@ def add_flags(parser):
     g.add_argument("--log-to", metavar="FILE", help=why)
     why = "the loss so far, drawn at each validation; with --dry-run how the layout scales"
     harness.plot_flag(g, why)
-    why = "trace these steps with torch.profiler, all ranks: for ui.perfetto.dev"
-    g.add_argument("--profile", type=span, metavar="A-B", help=why)
-    why = "where the traces go: one file a rank; Perfetto opens several on one time axis"
+    why = "trace the run's third to fifth step with torch.profiler: a file a rank, which "
+    why += "ui.perfetto.dev opens on one time axis"
     g.add_argument("--profile-to", metavar="FOLDER", help=why)
+    flags.gone(g, "--profile", "--profile-to FOLDER traces the third to the fifth step")
     g.add_argument("--wandb", metavar="PROJECT", help="log to this Weights & Biases project too")
     why = "log there for TensorBoard too (needs tensorboard)"
     g.add_argument("--tensorboard", metavar="FOLDER", help=why)
 
 
-def span(text):
-    """An argument type: "5-7" or "5", steps counted from 1, as a pair."""
-    found = re.fullmatch(r"([1-9]\d*)(?:-([1-9]\d*))?", text)
-    first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
-    if last < first:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a step or a range of steps, such as 5-7")
-    return first, last
-
-
 def check(args):
-    """Refuse what can't be written, and steps that don't come."""
+    """Refuse what can't be written."""
     harness.check_plot(args)
-    if args.log_to and args.log_to.endswith(".csv"):
-        raise Refused(f"--log-to {args.log_to}: a log is JSON lines: give it another name")
-    if args.profile and args.profile[1] > args.steps:
-        what = f"--profile goes to step {args.profile[1]}, beyond --steps {args.steps}"
-        raise Refused(f"{what}: choose earlier ones")
-    if args.profile:
+    if args.profile_to:
         outputs.check_folder("--profile-to", args.profile_to)
     for name in ("tensorboard", "wandb"):
         if getattr(args, name) and not importlib.util.find_spec(name):
@@ -114,25 +98,25 @@ def mfu(run):
 # --- traces
 
 
-def profiled(run, steps, begin):
-    """The steps, with torch.profiler on during those of --profile. What is compared with one
-    process after a step is in the trace too: --prove 0 leaves that out. begin: the first step."""
-    args = run.args
-    first, last = args.profile or (0, 0)
-    if args.profile and first <= begin:
-        what = f"--profile begins with step {first}, and the run goes on with step {begin + 1}"
-        raise Refused(f"{what}: choose later ones")
-    profiler = torch.profiler.profile()
-    for step in steps:
-        if step + 1 == first:
-            profiler.start()
-        yield step
-        if step + 1 == last:
-            profiler.stop()
-            # Where the disk is full the profiler says so, and the run goes on
-            profiler.export_chrome_trace(f"{args.profile_to}/rank{run.rank}.json")
-            run.print(f"traces of steps {args.profile}: {args.profile_to}")
-            run.restart_clock()
+def profiled(run, steps):
+    """The steps, three of them with torch.profiler on. What is compared with one process after a
+    step is in the trace too: --prove 0 leaves that out."""
+    folder = run.args.profile_to
+    if not folder:
+        yield from steps
+        return
+
+    def save(profiler):
+        # Where the disk is full the profiler says so, and the run goes on
+        profiler.export_chrome_trace(f"{folder}/rank{run.rank}.json")
+        run.print(f"traces of three steps: {folder}")
+        run.restart_clock()
+
+    plan = torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1)
+    with torch.profiler.profile(schedule=plan, on_trace_ready=save) as profiler:
+        for step in steps:
+            yield step
+            profiler.step()
 
 
 # --- the log
