@@ -139,8 +139,9 @@ class Transfer:
 
     Autograd runs nodes in reverse order of forward, which is the same on all ranks."""
 
-    def __init__(self, send_counts, receive_counts, group):
+    def __init__(self, send_counts, receive_counts, group, before_wait):
         self.counts, self.group = (send_counts, receive_counts), group
+        self.before_wait = before_wait
 
     def start(self, rows, send_counts, receive_counts):
         self.rows = rows.contiguous()  # must live until it is sent
@@ -150,6 +151,7 @@ class Transfer:
         )
 
     def wait(self):
+        self.before_wait()
         self.work.wait()
         arrived = self.arriving
         self.arriving = self.rows = self.work = None  # frees the memory
@@ -208,10 +210,10 @@ class ExpertDispatch(nn.Module):
         travels    rows of 0, 1   rows of 1            results of 0         results of 1
     """
 
-    def __init__(self, experts_per_rank, group, capacity=None, chunks=1):
+    def __init__(self, experts_per_rank, group, capacity=None, chunks=1, before_wait=lambda: None):
         super().__init__()
         self.experts_per_rank, self.group = experts_per_rank, group
-        self.capacity, self.chunks = capacity, chunks
+        self.capacity, self.chunks, self.before_wait = capacity, chunks, before_wait
 
     def forward(self, x, router_weights, chosen, experts, meanwhile=lambda: None):
         expert_count = sum(self.experts_per_rank)
@@ -240,8 +242,8 @@ class ExpertDispatch(nn.Module):
         """plain_dispatch from the first all-to-all on. After a `yield` other chunks run."""
         order = order[: sum(send_counts)]  # dropped assignments come last
         token = order // router_weights.shape[1]
-        dispatch = Transfer(send_counts, receive_counts, self.group)
-        combine = Transfer(receive_counts, send_counts, self.group)
+        dispatch = Transfer(send_counts, receive_counts, self.group, self.before_wait)
+        combine = Transfer(receive_counts, send_counts, self.group, self.before_wait)
         sent = Start.apply(x.index_select(0, token), dispatch)
         yield
         results = run_experts(experts, Wait.apply(sent, dispatch), incoming)
@@ -393,7 +395,7 @@ def note_sum(parameter, group):
 # --- for model.py's GPT ---
 
 
-def parallelize_experts(model, group, capacity=None, chunks=1, data_group=None):
+def parallelize_experts(model, group, data_group=None, **options):
     """Deal the experts of a GPT out over `group`, in place, and return it: on the meta device or
     with weights, after parallelize_tensors, before the optimizer. data_group: see shard_experts."""
     group = group or dist.group.WORLD
@@ -401,7 +403,7 @@ def parallelize_experts(model, group, capacity=None, chunks=1, data_group=None):
     for mixture in [block.mlp for block in model.blocks.values()]:
         for name, p in list(mixture.experts.named_parameters()):
             setattr(mixture.experts, name, shard_experts(p, group, data_group))
-        mixture.dispatch = ExpertDispatch(sizes, group, capacity, chunks)
+        mixture.dispatch = ExpertDispatch(sizes, group, **options)
     for p in model.parameters():
         if not split_over(p, group):  # harness.grad_norm counts one of these copies
             p.placement = placement(p) | {"copies": [*placement(p)["copies"], group]}
@@ -436,7 +438,7 @@ def main():
 def demo(run):
     args, group = run.args, dist.group.WORLD
     run.groups(ep=group)
-    model = run.fill(parallelize_experts(run.meta_model(), group, args.capacity, args.chunks))
+    model = run.fill(parallelize_experts(run.meta_model(), group, capacity=args.capacity, chunks=args.chunks))
     parameters = list(model.parameters())
     optimizer = harness.make_optimizer(parameters, args)
     report = receipts.expert_parallel.Report(run, model)

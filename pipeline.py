@@ -265,6 +265,10 @@ class Schedule:
     def stages(self, rank):
         return sorted(stage for stage, owner in self.owner.items() if owner == rank)
 
+    def steps(self, rank):
+        """A rank's actions, as tuples of those that start together: one each, but in dualpipe.py."""
+        return [(action,) for action in self[rank]]
+
     def outgoing(self, action):
         """The message that an action sends: a forward's to the next stage, a backward's to the
         stage before. None at the ends of the pipeline."""
@@ -345,16 +349,16 @@ def plan_receives(schedule):
     rank, both hang. Here a rank waits only for actions that come earlier in that order."""
     plan = collections.defaultdict(list)
     sent = {None}  # None: an action that waits for nothing
-    rows = [collections.deque(row) for row in schedule.rows]
+    rows = [collections.deque(schedule.steps(rank)) for rank in range(len(schedule.rows))]
     while any(rows):
-        ready = [row for row in rows[::-1] if row and schedule.incoming(row[0]) in sent]
+        ready = [row for row in rows[::-1] if row and sent.issuperset(map(schedule.incoming, row[0]))]
         if not ready:
             raise ValueError("each rank waits for another one")
         for row in ready:
-            message = schedule.outgoing(row.popleft())
-            sent.add(message)
-            if message is not None and message.source != message.target:
-                plan[rows[message.target][0]].append(message)
+            for message in map(schedule.outgoing, row.popleft()):
+                sent.add(message)
+                if message is not None and message.source != message.target:
+                    plan[rows[message.target][0][0]].append(message)
     return plan
 
 
