@@ -20,7 +20,7 @@ Backward  Autograd's own. A thread has modes of its own: the second enters those
 Limits    Without experts there is nothing to hide: take zb-v. Only DualPipe's schedule has pairs.
           Both micro-batches' temporary tensors are in memory at once.
 
-    torchrun --nproc_per_node=4 dualpipe.py                       python dualpipe.py --ep 4 --nproc 8
+    torchrun --nproc_per_node=4 dualpipe.py             python dualpipe.py --in-turns
 
 DeepSeek-V3, arXiv:2412.19437, section 3.2.1. The pairs in turns: docs/pipelines.md.
 """
@@ -32,9 +32,8 @@ import threading
 import torch.distributed as dist
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-import zero_bubble
 from pipeline import Mailbox, Pipeline
-from zero_bubble import Row, SplitSchedule
+from zero_bubble import SplitSchedule
 
 # --- the whole idea: two calls that take turns
 
@@ -110,44 +109,12 @@ class Turns:
             raise RuntimeError("the other call of this pair has failed")
 
 
-# --- the schedule
-
-
-def dualpipev(rank, ranks, microbatches):
-    """DualPipe's order of actions, folded at its middle, so that the stages are those of zb_v. The
-    phases are numbered as in DeepSeek's code. Pairs are in 4 and 5."""
-    if microbatches < 2 * ranks:
-        count = f"at least {2 * ranks} micro-batches, twice as many as ranks"
-        raise ValueError(f"dualpipev needs {count}, not {microbatches}")
-    near, far, row = rank, 2 * ranks - 1 - rank, Row()
-    later_ranks = ranks - 1 - rank
-    # 1: forwards, until the first micro-batch is back on the far side
-    row.add("F" * (2 * later_ranks), near)
-    for _ in range(rank + 1):  # 2: the V is full: a forward of each side
-        row.add("F", near, far)
-    row.add("IWF" * later_ranks, far)  # 3: the first backwards, of the far side, in two parts
-    for _ in range(microbatches - 2 * ranks + rank + 1):  # 4: forward and backward of both sides
-        row.add("F", near)
-        row.add("BF", far)
-        row.add("B", near)
-    for _ in range(later_ranks):  # 5: no forwards of the near side are left
-        row.add("BF", far)
-        row.add("B", near)
-    sides = [far, near] * (rank + 1)  # 6: backwards only, the second half in two parts
-    whole, split = sides[: rank + 1], sides[rank + 1 :]
-    row.add("B", *whole)
-    row.add("I", *split)
-    waiting = split + [near] * later_ranks  # the stages whose W waits, oldest first
-    for stage in waiting[:later_ranks]:  # 7: the last I of the near side, with W in between
-        row.add("W", stage)
-        row.add("I", near)
-    row.add("W", *waiting[later_ranks:])  # 8: the W that are left
-    return row
+# --- pairs
 
 
 class PairedSchedule(SplitSchedule):
-    """A schedule in which a forward and the next backward, of this rank's other stage, are a pair:
-    they start when both have their messages, and send when both are done."""
+    """A schedule in which a forward, and the next backward if it is of this rank's other stage, are
+    a pair: they start when both have their messages, and send when both are done."""
 
     def steps(self, rank):
         row, steps = list(self[rank]), []
@@ -160,18 +127,6 @@ class PairedSchedule(SplitSchedule):
         return steps
 
 
-ALL_SCHEDULES = zero_bubble.ALL_SCHEDULES | {"dualpipev": dualpipev}
-
-
-@functools.cache
-def find_schedule(name, ranks, microbatches, chunks=None):
-    """The schedule of that name. chunks: stages of a rank, for interleaved. Raises ValueError where
-    none exists for these numbers."""
-    if name != "dualpipev":
-        return zero_bubble.find_schedule(name, ranks, microbatches, chunks)
-    return PairedSchedule(dualpipev(rank, ranks, microbatches) for rank in range(ranks))
-
-
 # --- the executor
 
 
@@ -182,7 +137,7 @@ class DualPipe(Pipeline):
         # In each layer, as in expert_parallel.py:
         dispatch = ExpertDispatch(expert_counts(E, N), ep_group, before_wait=turns.turn)
 
-        schedule = find_schedule("dualpipev", ranks, microbatches)
+        schedule = PairedSchedule(find_schedule("dualpipev", ranks, microbatches).rows)
         pipeline = DualPipe(schedule, forward, (b, T, C), dtype, device, links, turns=turns)
         losses = pipeline.run()
 
@@ -209,3 +164,79 @@ class DualPipe(Pipeline):
             del calls, results, result  # nothing of a finished micro-batch stays
         mailbox.close()
         return losses
+
+
+# --- demo ---
+
+import torch
+
+import expert_parallel
+import harness
+import proof
+import receipts.dualpipe
+import receipts.pipeline
+from pipeline import open_links
+from receipts.train import ExpertRows
+from zero_bubble import find_schedule
+
+
+def main():
+    parser = harness.parser(__doc__, experts=4, microbatches=8)
+    g = parser.add_argument_group("DualPipe")
+    why = "ranks that share the experts of a stage, each with sequences of its own"
+    g.add_argument("--ep", **harness.POSITIVE, default=2, help=why)
+    g.add_argument("--in-turns", action="store_true", help="run pairs one after the other")
+    args = parser.parse_args()
+    config = harness.configure(args)
+    check = functools.partial(receipts.dualpipe.check, find_schedule, args, config)
+    proof.launch(demo, args, check=check)
+
+
+def demo(run):
+    args, config = run.args, run.config
+    mesh = torch.arange(run.world).view(-1, args.ep)  # a row: ranks with the same two stages
+
+    def own_group(rows):
+        return dist.new_subgroups_by_enumeration(rows.tolist())[0]
+
+    ep, pp, links = own_group(mesh), own_group(mesh.T), [own_group(mesh.T) for _ in range(4)]
+    run.groups(ep=ep, pp=pp, down=links[:2], up=links[2:])
+    schedule = PairedSchedule(find_schedule("dualpipev", len(mesh), args.microbatches).rows)
+    open_links(links, schedule, run.device)
+    layers = receipts.pipeline.stage_layers(config, schedule.last + 1)
+    parts = harness.split(run.meta_model, layers, schedule.stages(dist.get_rank(pp)))
+    turns = Turns()
+    for part in parts.values():
+        expert_parallel.parallelize_experts(part, ep, before_wait=turns.turn)
+    model = run.fill(harness.Stages(parts))
+    parameters = list(model.parameters())
+    optimizer = harness.make_optimizer(parameters, args)
+    rows = ExpertRows(run, model)  # counts what travels, for the receipt
+
+    def forward(stage, m, x):
+        tokens, targets, samples = batches[m]  # the step's, which the loop sets
+        x = tokens if x is None else x
+        return model[stage](x, targets=targets, target_count=run.target_count, sample_ids=samples)
+
+    shape = (args.batch // args.microbatches // args.ep, config.context, config.width)
+    options = (schedule, forward, shape, run.dtype, run.device, links)
+    pipeline = Pipeline(*options) if args.in_turns else DualPipe(*options, turns=turns)
+    for step in run.steps(optimizer):
+        batches = run.microbatches(step, dist.get_rank(ep), args.ep)
+        optimizer.zero_grad(set_to_none=False)  # gradients stay in memory: the receipt counts them
+        with rows:
+            losses = pipeline.run()
+        expert_parallel.sum_replicated_gradients(parameters, ep)
+        loss = sum(losses, run.zero())  # the first rank of the pipeline has the last stage, too
+        dist.all_reduce(loss)
+        norm = harness.grad_norm(parameters, [ep, pp])
+        run.check(loss, norm, model.named)
+        harness.clip(parameters, norm, args.grad_clip)
+        optimizer.step()
+        run.log(loss, norm)
+    counted = None if args.in_turns else turns
+    return run.receipt(*receipts.dualpipe.of_demo(run, schedule, layers, counted, rows))
+
+
+if __name__ == "__main__":
+    harness.script(main)

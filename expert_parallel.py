@@ -438,7 +438,8 @@ def main():
 def demo(run):
     args, group = run.args, dist.group.WORLD
     run.groups(ep=group)
-    model = run.fill(parallelize_experts(run.meta_model(), group, capacity=args.capacity, chunks=args.chunks))
+    options = dict(capacity=args.capacity, chunks=args.chunks)
+    model = run.fill(parallelize_experts(run.meta_model(), group, **options))
     parameters = list(model.parameters())
     optimizer = harness.make_optimizer(parameters, args)
     report = receipts.expert_parallel.Report(run, model)

@@ -266,7 +266,7 @@ class Schedule:
         return sorted(stage for stage, owner in self.owner.items() if owner == rank)
 
     def steps(self, rank):
-        """A rank's actions, as tuples of those that start together: one each, but in dualpipe.py."""
+        """A rank's actions, each as a tuple of those that start together: see dualpipe.py."""
         return [(action,) for action in self[rank]]
 
     def outgoing(self, action):
@@ -351,7 +351,7 @@ def plan_receives(schedule):
     sent = {None}  # None: an action that waits for nothing
     rows = [collections.deque(schedule.steps(rank)) for rank in range(len(schedule.rows))]
     while any(rows):
-        ready = [row for row in rows[::-1] if row and sent.issuperset(map(schedule.incoming, row[0]))]
+        ready = [row for row in rows[::-1] if row and sent >= set(map(schedule.incoming, row[0]))]
         if not ready:
             raise ValueError("each rank waits for another one")
         for row in ready:

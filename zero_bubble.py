@@ -274,8 +274,8 @@ def zb_v(rank, ranks, microbatches):
 
 def dualpipev(rank, ranks, microbatches):
     """DualPipe's order of actions, folded at its middle, so that the stages are those of zb_v. The
-    phases are numbered as in DeepSeek's code. Its kernels overlap a forward of one side with a
-    backward of the other. Nothing overlaps here: train with zb-v, and read this one."""
+    phases are numbered as in DeepSeek's code. dualpipe.py overlaps each forward in 4 and 5 with the
+    backward that follows. Without experts that hides nothing: take zb-v."""
     if microbatches < 2 * ranks:
         count = f"at least {2 * ranks} micro-batches, twice as many as ranks"
         raise ValueError(f"dualpipev needs {count}, not {microbatches}")

@@ -1,0 +1,69 @@
+"""What DualPipe hides, and what its demo's ranks send: as much as a pipeline and experts do."""
+
+from harness.flags import check_batch
+from harness.refusal import Refused, refusing
+from proof.receipt import Count
+from receipts import ddp, expert_parallel, pipeline
+from receipts.formulas import SCALAR, Group, add, sizes_of, summed
+
+
+def check(make, args, config, world):
+    """Refuse what --ep, --microbatches and the model's layers and experts don't allow. make:
+    find_schedule of dualpipe.py."""
+    if world % args.ep:
+        raise Refused(f"--ep {args.ep} does not divide {world} ranks: give a divisor")
+    args.schedule, args.chunks = "dualpipev", None
+    pipeline.of_flags(make, args, config, world // args.ep)
+    with refusing():
+        expert_parallel.experts_here(config, Group("ep", args.ep))
+    check_batch(args, args.ep)
+
+
+def waits(action, layers, chunks=1, forwards=1):
+    """How often an action waits for rows: twice for each layer of its stage and chunk. A backward
+    waits in its recomputation as well (forwards=2), and W not at all."""
+    passes = {"F": 1, "B": forwards, "I": forwards, "W": 0}[action.kind]
+    return 2 * chunks * passes * len(layers[action.stage])
+
+
+def hidden(schedule, rank, layers, chunks=1, forwards=1):
+    """(how many waits of a rank the other call of a pair hides in a step, of how many). The calls
+    wait in turn, the forward first. The one that has more waits ends alone."""
+    total = found = 0
+    for step in schedule.steps(rank):
+        counts = [waits(action, layers, chunks, forwards) for action in step]
+        total += sum(counts)
+        if len(step) == 2:
+            first, second = counts
+            found += 2 * first if first <= second else 2 * second + 1
+    return found, total
+
+
+def note(turns, steps, *schedule):
+    """The receipt's line of what `steps` steps have hidden. schedule: see `hidden`."""
+    wanted, total = hidden(*schedule)
+    text = f"waits for experts' rows in a step: {total}, of which computation hides"
+    counted = turns.hidden / steps
+    if (
+        turns.waits != total * steps
+    ):  # then the forwards and backwards are not those of the schedule
+        counted = float("nan")
+    return Count(f"{text} {turns.hidden / steps:g}", counted, wanted)
+
+
+def of_demo(run, schedule, layers, turns, rows):
+    """(layout, sent, held, notes) of the demo's receipt. rows: a receipts.train.ExpertRows."""
+    args, config = run.args, run.config
+    ranks = run.world // args.ep
+    ep, rank = Group("ep", args.ep, run.rank % args.ep), run.rank // args.ep
+    here = expert_parallel.experts_here(config, ep)
+    of_stages = pipeline.of_rank(config, schedule, rank)
+    sizes = sizes_of(args, config, args.ep, experts=here, **of_stages)
+    travelled, held = expert_parallel.expected(sizes, ep, rows.measured, chunks=1, scalars=1)
+    sums, _ = ddp.expected(sizes, ep, Group("copies", 1), scalars=0)
+    messages = pipeline.boundaries(schedule, rank)
+    sent, _ = pipeline.expected(sizes, Group("pp", ranks), messages, scalars=1)
+    loss = summed(Group("world", run.world), SCALAR, "the loss")
+    layout = {"pp": ranks, "ep": args.ep, "microbatches": args.microbatches}
+    notes = [note(turns, args.steps, schedule, rank, layers)] if turns else []
+    return layout, add(loss, sums, travelled, sent), held, notes
