@@ -44,20 +44,22 @@ class Turns:
         turns = Turns()
 
         def layer(x):                              # attention and experts: any two functions
-            work = dist.all_to_all_single(arriving, attention(x), group=group, async_op=True)
+            rows = attention(x)
+            arriving = torch.empty_like(rows)
+            work = dist.all_to_all_single(arriving, rows, group=group, async_op=True)
             turns.turn()                           # the other call goes on, up to its turn()
             work.wait()
             return experts(arriving)
 
-        y, _ = turns.overlap(lambda: layer(x), lambda: torch.autograd.backward(loss))
+        y1, y2 = turns.overlap(lambda: layer(x1), lambda: layer(x2))
 
-    Outside of overlap() turn() does nothing. Threads change nowhere else. So all ranks that make
-    the same calls send the same messages in the same order.
+    Outside of overlap() turn() does nothing. The calls change nowhere else: ranks that make the
+    same calls send the same messages in the same order.
 
     waits: how often turn() was called. hidden: how often the other call went on."""
 
     def __init__(self):
-        self.second_thread = None  # while two calls run
+        self.first_thread = None  # while two calls run
         self.waits = self.hidden = 0
 
     def overlap(self, first, second):
@@ -83,11 +85,12 @@ class Turns:
                     stack.enter_context(mode)
                 return second()
 
-        self.second_thread = threading.Thread(target=run, args=(1, call_second), daemon=True)
-        self.second_thread.start()
+        thread = threading.Thread(target=run, args=(1, call_second), daemon=True)
+        self.first_thread = threading.current_thread()
+        thread.start()
         run(0, first)
-        self.second_thread.join()
-        self.second_thread = None
+        thread.join()
+        self.first_thread = None
         if self.errors:
             raise self.errors[0]
         return results
@@ -95,11 +98,11 @@ class Turns:
     def turn(self):
         """Call it before each wait for a message: the other call goes on, to its own turn()."""
         self.waits += 1
-        if self.second_thread is None or self.alone:
+        if self.first_thread is None or self.alone:
             return
         self.hidden += 1
-        # A backward on GPUs runs in autograd's threads, and so does its turn()
-        i = 0 if threading.current_thread() is threading.main_thread() else 1
+        # Not `is second`: on GPUs a backward runs, and takes its turns, in autograd's own threads
+        i = 0 if threading.current_thread() is self.first_thread else 1
         self.may_run[1 - i].release()
         self.may_run[i].acquire()
         self._stop_if_failed()

@@ -26,16 +26,19 @@ def waits(action, layers, chunks=1, forwards=1):
     return 2 * chunks * passes * len(layers[action.stage])
 
 
+def hidden_in_pair(first, second):
+    """How many waits the other of two calls hides, which have so many. They wait in turn, and the
+    one that has more of them ends alone."""
+    return 2 * first if first <= second else 2 * second + 1
+
+
 def hidden(schedule, rank, layers, chunks=1, forwards=1):
-    """(how many waits of a rank the other call of a pair hides in a step, of how many). The calls
-    wait in turn, the forward first. The one that has more waits ends alone."""
+    """(how many waits of a rank's pairs are hidden in a step, of how many that it has in all)."""
     total = found = 0
     for step in schedule.steps(rank):
         counts = [waits(action, layers, chunks, forwards) for action in step]
         total += sum(counts)
-        if len(step) == 2:
-            first, second = counts
-            found += 2 * first if first <= second else 2 * second + 1
+        found += hidden_in_pair(*counts) if len(counts) == 2 else 0
     return found, total
 
 

@@ -86,6 +86,9 @@ TABLE = {
 2 {in-place sgd|chain adamw} pp=2, schedule="dualpipev", microbatches=4
 4 heads sgd data="{zero 2|fsdp}", pp=2, schedule="zb-h1", microbatches=4
 """,
+    "dualpipe": """
+4 experts {sgd|adamw} data="{ddp|zero 2}", ep="all", pp=2, microbatches=4, DUALPIPE
+""",
     # Uneven rows, a rank without any, a rank whose experts nobody chooses; two copies of experts
     "expert_parallel": """
 4 mixture {sgd|adamw} ep="all"
@@ -97,6 +100,7 @@ TABLE = {
 def rows_of(text):
     """[(ranks, model, optimizer, options)]"""
     for line in itertools.chain.from_iterable(map(choices, text.strip().splitlines())):
+        line = line.replace("DUALPIPE", 'schedule="dualpipev", overlap=True')
         ranks, model, optimizer, options = line.split(maxsplit=3)
         if model != "llama" or importlib.util.find_spec("transformers"):
             names = vars(uses) | {"ranks": int(ranks), "partial": functools.partial}
@@ -504,6 +508,55 @@ def test_usage_of_split_linear(pp, zb):
     for scale in (1, 2, 2):
         F.linear(scale * x, weight, layer.bias).square().sum().backward()
     torch.testing.assert_close(ours, (x.grad, weight.grad), rtol=1e-10, atol=1e-10)
+
+
+@on_top_of("dualpipe zero_bubble pipeline", 2)
+def test_usage_of_turns(dualpipe, *_):
+    x1, x2 = torch.arange(4.0) + dist.get_rank(), torch.ones(4)
+    names = dict(x1=x1, x2=x2, attention=lambda x: 2 * x, experts=lambda x: x + 1)
+    names = run_usage(dualpipe.Turns, **vars(dualpipe) | names | dict(torch=torch, group=None))
+    # Rank 0 gets the first halves, rank 1 the second ones
+    expected = {0: [1, 3, 3, 5], 1: [5, 7, 7, 9]}[dist.get_rank()]
+    assert names["y1"].tolist() == expected and names["y2"].tolist() == [3] * 4
+    assert names["turns"].hidden == names["turns"].waits == 2
+
+
+@on_top_of("dualpipe expert_parallel zero_bubble pipeline", 2)
+def test_usage_of_dualpipe(dualpipe, ep, zb, pp):
+    """Stages of an embedding and a mixture, and of a mixture and a head, on one rank; two experts
+    on each of two ranks. The gradients are those without overlap."""
+    torch.manual_seed(0)
+    links = [pp.make_links([rank]) for rank in range(2)][dist.get_rank()]
+    routers, head = nn.ModuleList([nn.Linear(6, 4), nn.Linear(6, 4)]), nn.Linear(6, 3)
+    matrices, inputs = nn.Parameter(torch.randn(2, 4, 6, 6)), torch.randn(2, 4, 2, 5, 6)
+    own = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
+
+    def mixture(stage, x):
+        def experts(rows, counts):
+            parts = zip(rows.split(counts.tolist()), matrices[stage, own])
+            return torch.cat([part @ matrix for part, matrix in parts])
+
+        weights, chosen = routers[stage](x).softmax(-1).topk(2)
+        return x + names["dispatch"](x, weights, chosen, experts)
+
+    def forward(stage, m, x):
+        x = inputs[dist.get_rank(), m] if x is None else x
+        y = mixture(stage, x.flatten(0, 1)).view(x.shape)
+        return head(y).square().sum() if stage == 1 else y
+
+    names = vars(dualpipe) | vars(ep) | vars(zb) | dict(E=4, N=2, ep_group=group.WORLD, ranks=1)
+    names |= dict(microbatches=4, forward=forward, b=2, T=5, C=6, dtype=torch.float32)
+    names |= dict(device="cpu", links=links)
+    exec(usage(dualpipe.DualPipe), names)
+    parameters = [matrices, *routers.parameters(), *head.parameters()]
+    gradients, losses = [p.grad.clone() for p in parameters], names["losses"]
+    for p in parameters:
+        p.grad = None
+    assert names["turns"].hidden > 0
+    schedule = zb.find_schedule("dualpipev", 1, 4)
+    again = pp.Pipeline(schedule, forward, (2, 5, 6), torch.float32, "cpu", links).run()
+    torch.testing.assert_close(losses, again)
+    torch.testing.assert_close(gradients, [p.grad for p in parameters])
 
 
 @on_top_of("pipeline zero_bubble", 1)

@@ -13,6 +13,7 @@ import torch
 from reference import CONFIGS, batch, case, make_optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import dualpipe
 import harness
 import model as gpt
 import pipeline as pp
@@ -56,17 +57,18 @@ def ends(schedule, receives, line=None):
     receives: as of Schedule. line(message): messages of one name pass a rank one by one, in the
     order in which it posts them; without it each has a stream of its own."""
     lines = [collections.defaultdict(collections.deque) for _ in schedule.rows]  # {name: messages}
-    done, outgoing = [0] * len(schedule.rows), None
+    steps = [schedule.steps(rank) for rank in range(len(schedule.rows))]
+    done = [0] * len(steps)
 
     def post(rank, message):
         lines[rank][line(message) if line else message].append(message)
 
     def stand_before(rank):
-        if done[rank] < len(schedule[rank]):
-            for message in receives.get(schedule[rank][done[rank]], []):
+        for action in steps[rank][done[rank]] if done[rank] < len(steps[rank]) else ():
+            for message in receives.get(action, []):
                 post(rank, message)
 
-    for rank in range(len(schedule.rows)):
+    for rank in range(len(steps)):
         stand_before(rank)
     progress = True
     while progress:
@@ -80,14 +82,14 @@ def ends(schedule, receives, line=None):
                         break
                     queue.popleft(), opposite.popleft()
                     progress = True
-            if done[rank] < len(schedule[rank]) and not any(queues.values()):
-                outgoing = schedule.outgoing(schedule[rank][done[rank]])
-                if outgoing is not None and outgoing.source != outgoing.target:
-                    post(rank, outgoing)
+            if done[rank] < len(steps[rank]) and not any(queues.values()):
+                for outgoing in map(schedule.outgoing, steps[rank][done[rank]]):
+                    if outgoing is not None and outgoing.source != outgoing.target:
+                        post(rank, outgoing)
                 done[rank] += 1
                 stand_before(rank)
                 progress = True
-    return done == [len(row) for row in schedule.rows]
+    return done == [len(row) for row in steps]
 
 
 def one_ahead(schedule):
@@ -120,6 +122,8 @@ def test_no_rank_waits_for_ever_on_nccl(name):
     """In training and forward alone, whatever is loaded or freed. Posting as soon as possible would
     hang."""
     for _, _, _, schedule in shapes(name, (2, 3, 4, 6, 8, 16), (1, 3, 8, 16, 17)):
+        if name == "dualpipev":
+            schedule = dualpipe.PairedSchedule(schedule.rows)
         for played in (schedule, pp.forward_only(schedule), pp.forward_only(schedule, 1)):
             plan = played.receives_before
             assert (

@@ -29,7 +29,7 @@ from torch.distributed import group
 from torch.utils.checkpoint import checkpoint
 
 TOPS = "collectives ddp zero fsdp tensor_parallel sequence_parallel pipeline zero_bubble"
-TOPS += " context_parallel expert_parallel muon diloco"
+TOPS += " dualpipe context_parallel expert_parallel muon diloco"
 WAYS = {
     "naive": dict(bucket_bytes=0, overlap=False),
     "bucketed": dict(bucket_bytes=800, overlap=False),
@@ -67,6 +67,7 @@ class Layout(OneProcess):
     again     whether sequence parallelism gathers a second time in backward
     context   of the cp ranks
     schedule  of the pp ranks
+    overlap   whether its pairs overlap: DualPipe
     ep        how many of the dp x cp ranks share experts: a number, "all", or 0
     plain     whether by plain_dispatch
     order     of a step's forwards and backwards, "FFBB"
@@ -83,6 +84,7 @@ class Layout(OneProcess):
         again=False,
         context="ring",
         schedule=None,
+        overlap=False,
         ep=0,
         plain=False,
         order=None,
@@ -102,6 +104,11 @@ class Layout(OneProcess):
         self.matrices = {p.full_name for p in self.model.parameters() if is_muons(p)}
         self.criterion, self.stages = mean_loss, None
         self.place = getattr(self.model, "place", None)
+        self.turns = None
+        if overlap:
+            import dualpipe
+
+            self.turns = dualpipe.Turns()
         if ep:
             ep = dp * cp if ep == "all" else ep
             self.deal_experts(of_data.unflatten(-1, (-1, ep)), plain)
@@ -138,7 +145,10 @@ class Layout(OneProcess):
             for p in mixture.experts.parameters():
                 p.placement = {"cuts": {None: (self.ep, start, sizes[rank])}, "data": self.copies}
             dispatch = functools.partial(plainly, ep, sizes, self.ep)
-            mixture.dispatch = dispatch if plain else ep.ExpertDispatch(sizes, self.ep, chunks=2)
+            if not plain:
+                options = {"before_wait": self.turns.turn} if self.turns else {}
+                dispatch = ep.ExpertDispatch(sizes, self.ep, chunks=2, **options)
+            mixture.dispatch = dispatch
 
     def split_layers(self):
         import tensor_parallel as tp
@@ -183,6 +193,12 @@ class Layout(OneProcess):
 
         ranks = dist.get_world_size(self.pp)
         self.schedule, layers = zb.find_schedule(name, ranks, self.microbatches), list(self.model)
+        self.pipeline = pp.Pipeline
+        if self.turns:
+            import dualpipe
+
+            self.schedule = dualpipe.PairedSchedule(self.schedule.rows)
+            self.pipeline = functools.partial(dualpipe.DualPipe, turns=self.turns)
         first, last = self.schedule.owner[0], self.schedule.owner[self.schedule.last]
         head = layers[-1][1] if self.t > 1 else layers[-1]
         if first != last and head.weight is layers[0].weight:  # each end gets a copy
@@ -197,7 +213,7 @@ class Layout(OneProcess):
         held = self.schedule.stages(dist.get_rank(self.pp))
         self.stages = {stage: parts[stage] for stage in held}
         self.trained = nn.ModuleList(self.stages.values())
-        self.pipeline, self.links = pp, own_links(pp.make_links, tuple(map(tuple, pipelines)))
+        self.links = own_links(pp.make_links, tuple(map(tuple, pipelines)))
         pp.open_links(self.links, self.schedule, "cpu")
 
     def wrap(self, way="overlapped", units=None, native=False, **options):
@@ -309,7 +325,7 @@ class Layout(OneProcess):
         shape = len(parts[0][0]), length, WIDTH
         around = {"around": self.sync.around} if self.kind in ("zero 2", "fsdp") else {}
         given = self.schedule, forward, shape, torch.float64, "cpu", self.links
-        return float(sum(self.pipeline.Pipeline(*given, **around).run()))
+        return float(sum(self.pipeline(*given, **around).run()))
 
     def finish(self):
         if self.sync:
@@ -325,9 +341,11 @@ class Layout(OneProcess):
 
             sequence_parallel.reduce_partial(parameters)
         elif self.stages:
+            import pipeline
+
             for p in parameters:
                 if hasattr(p, "placement"):
-                    self.pipeline.reduce_tied(p, self.ends)
+                    pipeline.reduce_tied(p, self.ends)
         elif self.cp > 1:
             for p in parameters:
                 if p.grad is not None:
