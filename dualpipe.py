@@ -214,7 +214,7 @@ def demo(run):
     model = run.fill(harness.Stages(parts))
     parameters = list(model.parameters())
     optimizer = harness.make_optimizer(parameters, args)
-    rows = ExpertRows(run, model)  # counts what travels, for the receipt
+    rows = ExpertRows(run, model, turns)  # counts what travels, for the receipt
 
     def forward(stage, m, x):
         tokens, targets, samples = batches[m]  # the step's, which the loop sets
@@ -237,8 +237,7 @@ def demo(run):
         harness.clip(parameters, norm, args.grad_clip)
         optimizer.step()
         run.log(loss, norm)
-    counted = None if args.in_turns else turns
-    return run.receipt(*receipts.dualpipe.of_demo(run, schedule, layers, counted, rows))
+    return run.receipt(*receipts.dualpipe.of_demo(run, schedule, layers, rows))
 
 
 if __name__ == "__main__":

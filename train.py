@@ -237,7 +237,7 @@ class ForwardBackward:
         self.replica = island * run.args.dp + dist.get_rank(groups["dp"]) // run.args.cp
         # Made once: a copy to the device makes the host wait
         self.positions = self.positions_of(run.config.context)
-        self.expert_rows = receipts.train.ExpertRows(run, model)
+        self.expert_rows = receipts.train.ExpertRows(run, model, turns)
 
     def batches(self, step, **options):
         """This replica's micro-batches of a step: (tokens, targets, samples) of whole sequences."""

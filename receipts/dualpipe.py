@@ -42,19 +42,16 @@ def hidden(schedule, rank, layers, chunks=1, forwards=1):
     return found, total
 
 
-def note(turns, steps, *schedule):
-    """The receipt's line of what `steps` steps have hidden. schedule: see `hidden`."""
+def notes(rows, *schedule):
+    """Lines of the receipt. rows: a train.ExpertRows. schedule: see `hidden`."""
     wanted, total = hidden(*schedule)
-    text = f"waits for experts' rows in a step: {total}, of which computation hides"
-    counted = turns.hidden / steps
-    if (
-        turns.waits != total * steps
-    ):  # then the forwards and backwards are not those of the schedule
-        counted = float("nan")
-    return Count(f"{text} {turns.hidden / steps:g}", counted, wanted)
+    return [
+        Count(f"waits for experts' rows: {rows.waits}", rows.waits, total),
+        Count(f"waits that the other micro-batch's work hides: {rows.hidden}", rows.hidden, wanted),
+    ]
 
 
-def of_demo(run, schedule, layers, turns, rows):
+def of_demo(run, schedule, layers, rows):
     """(layout, sent, held, notes) of the demo's receipt. rows: a receipts.train.ExpertRows."""
     args, config = run.args, run.config
     ranks = run.world // args.ep
@@ -68,5 +65,5 @@ def of_demo(run, schedule, layers, turns, rows):
     sent, _ = pipeline.expected(sizes, Group("pp", ranks), messages, scalars=1)
     loss = summed(Group("world", run.world), SCALAR, "the loss")
     layout = {"pp": ranks, "ep": args.ep, "microbatches": args.microbatches}
-    notes = [note(turns, args.steps, schedule, rank, layers)] if turns else []
-    return layout, add(loss, sums, travelled, sent), held, notes
+    lines = [] if args.in_turns else notes(rows, schedule, rank, layers)
+    return layout, add(loss, sums, travelled, sent), held, lines

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from receipts import (
     context_parallel,
     ddp,
+    dualpipe,
     expert_parallel,
     muon,
     pipeline,
@@ -20,19 +21,25 @@ from receipts.formulas import Group, add, scatter_operation, sizes_of
 
 
 class ExpertRows(expert_parallel.RowCounter):
-    """Counts rows in `with`, once a step. measured: those of the step that the ledger counts."""
+    """Counts rows in `with`, once a step. Of the step that the ledger counts:
 
-    def __init__(self, run, model):
+    measured         rows that travelled
+    waits, hidden    of dualpipe.Turns"""
+
+    def __init__(self, run, model, turns):
         blocks = [block for part in model.parts.values() for block in part.blocks.values()]
         super().__init__([block.mlp for block in blocks] if run.args.ep > 1 else [])
-        self.run, self.measured = run, 0
+        self.run, self.turns, self.measured, self.waits, self.hidden = run, turns, 0, 0, 0
 
     def __enter__(self):
         self.clear()
+        self.before = self.turns.waits, self.turns.hidden
 
     def __exit__(self, *error):
         if self.run.step == self.run.measured:
             self.measured = self.travelled
+            waits, hidden = self.before
+            self.waits, self.hidden = self.turns.waits - waits, self.turns.hidden - hidden
 
 
 def of_run(runner, cuts_within):
@@ -59,6 +66,9 @@ def of_run(runner, cuts_within):
         rows, chunks = runner.expert_rows.measured, args.expert_chunks
         scalars = 0 if args.zero else 1  # the norm
         tables.append(expert_parallel.expected(sizes, groups["ep"], rows, chunks, scalars))
+        if args.schedule == "dualpipev":
+            passes = pipeline.stage_layers(config, schedule.last + 1), chunks, sizes.forwards
+            notes += dualpipe.notes(runner.expert_rows, schedule, rank, *passes)
     if args.cp > 1:
         kind = args.cp_kind, args.cp_rings
         tables.append(context_parallel.expected(sizes, groups["cp"], *kind, scatter))

@@ -10,10 +10,11 @@ from conftest import ROOT
 from tops import in_one_file
 
 TECHNIQUES = ["collectives", "ddp", "parameter_server", "zero", "fsdp"]
-TECHNIQUES += ["tensor_parallel", "sequence_parallel", "pipeline", "zero_bubble"]
+TECHNIQUES += ["tensor_parallel", "sequence_parallel", "pipeline", "zero_bubble", "dualpipe"]
 TECHNIQUES += ["context_parallel", "expert_parallel", "muon", "diloco"]
 # Lessons whose tops build on the one before
 BUILDS_ON = {"fsdp": "zero", "sequence_parallel": "tensor_parallel", "zero_bubble": "pipeline"}
+BUILDS_ON["dualpipe"] = "zero_bubble"
 OTHERS = [
     "README.md",
     "LICENSE",
@@ -162,7 +163,8 @@ def test_the_top_stands_alone(name):
     that it builds on."""
     text = (ROOT / f"{name}.py").read_text()
     top = ast.parse(text.partition(f"\n{DEMO}\n")[0])
-    allowed = {"torch", *sys.stdlib_module_names, BUILDS_ON.get(name)}
+    base = BUILDS_ON.get(name)
+    allowed = {"torch", *sys.stdlib_module_names, base, BUILDS_ON.get(base)}
     for node in ast.walk(top):
         imported = []
         if isinstance(node, ast.Import):
