@@ -40,6 +40,7 @@ import torch.distributed as dist
 
 import context_parallel
 import ddp
+import dualpipe
 import expert_parallel
 import fsdp
 import model as gpt
@@ -129,8 +130,10 @@ def mesh(args, schedule):
 # --- the model
 
 
-def build(run, schedule, groups):
-    """This rank's stages of the model, cut on the meta device: no memory, no weights yet."""
+def build(run, schedule, groups, turns):
+    """This rank's stages of the model, cut on the meta device: no memory, no weights yet.
+
+    turns: what lets a forward and a backward alternate (dualpipe.py)."""
     args, tp, cp = run.args, groups["tp"], groups["cp"]
     stages = schedule.stages(dist.get_rank(groups["pp"]))
     layers = receipts.pipeline.stage_layers(run.config, schedule.last + 1)
@@ -148,6 +151,7 @@ def build(run, schedule, groups):
             context_parallel.parallelize_context(part, cp, args.cp_kind, **grid)
         if args.ep > 1:
             options = dict(chunks=args.expert_chunks, data_group=groups["copies"])
+            options["before_wait"] = turns.turn
             expert_parallel.parallelize_experts(part, groups["ep"], **options)
         harness.recompute(part, args.recompute)
         if args.compile:
@@ -227,11 +231,12 @@ class DDPAndOptimizer:
 class ForwardBackward:
     """Runs micro-batches through this rank's stages: those of a step, a validation or a sample.
 
-    run: the flags, device, data and log of this process. optimizer: of `data_parallel`."""
+    run: the flags, device, data and log of this process. optimizer: of `data_parallel`.
+    turns: of `build`."""
 
-    def __init__(self, run, schedule, groups, model, optimizer, loss_scale):
+    def __init__(self, run, schedule, groups, model, turns, optimizer, loss_scale):
         self.run, self.schedule, self.groups, self.model = run, schedule, groups, model
-        self.optimizer, self.loss_scale = optimizer, loss_scale
+        self.turns, self.optimizer, self.loss_scale = turns, optimizer, loss_scale
         # Which part of the batches is this rank's: islands have batches of their own
         island = run.rank // (run.world // run.args.islands)
         self.replica = island * run.args.dp + dist.get_rank(groups["dp"]) // run.args.cp
@@ -284,9 +289,10 @@ class ForwardBackward:
         tokens_held = len(held[0]) // args.tp if args.sp else len(held[0])
         shape, dtype = (rows, tokens_held, run.config.width), harness.DTYPES[args.param_dtype]
         links = self.groups["down"] + self.groups["up"]
-        return pipeline.Pipeline(
-            schedule, forward, shape, dtype, run.device, links, around=self.around
-        )
+        make = pipeline.Pipeline
+        if isinstance(schedule, dualpipe.PairedSchedule):
+            make = functools.partial(dualpipe.DualPipe, turns=self.turns)
+        return make(schedule, forward, shape, dtype, run.device, links, around=self.around)
 
     def positions_of(self, length, starts=None):
         """The positions (T/cp,) that this rank holds of a sequence, padding at the end. starts: of
@@ -314,16 +320,19 @@ def train(run, schedule=None):
     args = run.args
     if schedule is None:
         schedule = zero_bubble.find_schedule(args.schedule, args.pp, args.microbatches, args.chunks)
+        if args.schedule == "dualpipev":
+            schedule = dualpipe.PairedSchedule(schedule.rows)
 
     # What trains: the groups, this rank's part of the model, the optimizer over its replicas
     groups = mesh(args, schedule)
     run.groups(**groups)  # the receipt counts by these names
     open_groups(groups, run.device)
     pipeline.open_links(groups["down"] + groups["up"], schedule, run.device)
-    model = build(run, schedule, groups)
+    turns = dualpipe.Turns()
+    model = build(run, schedule, groups, turns)
     optimizer = data_parallel(run, model, groups)
     loss_scale = LossScale(args, optimizer)  # 1, but for float16
-    runner = ForwardBackward(run, schedule, groups, model, optimizer, loss_scale)
+    runner = ForwardBackward(run, schedule, groups, model, turns, optimizer, loss_scale)
     dp, tp, pp, island = (groups.get(name) for name in ("dp", "tp", "pp", "island"))
 
     # What goes with it. Each does nothing unless its flags ask for it
