@@ -35,7 +35,7 @@ def main():
     computing = seconds(UNLIMITED, "--in-turns", args, 29700)
     overlapped = seconds(UNLIMITED, "", args, 29710)
     print(f"a step without a limit: in turns {computing:.3f} s, overlapped {overlapped:.3f} s")
-    print("| Mbit/s | computing s | waiting s | in turns s | overlapped s | hidden of the waiting |")
+    print("| Mbit/s | computing, s | waiting | in turns | overlapped | hidden of the waiting |")
     print("|---|---|---|---|---|---|")
     for megabits in args.rates:
         in_turns = seconds(megabits, "--in-turns", args, 29720)
