@@ -1,11 +1,30 @@
-"""The site: it builds without a warning, and a reader's browser loads nothing from elsewhere."""
+"""The site builds, needs no other host, and its pages to play with equal Python: in chromium."""
 
+import functools
+import http.server
+import itertools
+import json
+import operator
+import os
+import random
 import re
+import shlex
+import shutil
 import subprocess
 import sys
+import threading
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
+
+import receipts.train
+import train
+import zero_bubble
+from harness.presets import configure
+from receipts import pipeline
+from receipts.formulas import Group
+from trainer import layout
 
 
 @pytest.fixture(scope="module")
@@ -18,6 +37,21 @@ def site(tmp_path_factory):
     return folder
 
 
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *words):
+        pass
+
+
+@pytest.fixture(scope="module")
+def address(site):
+    """Of the site, served from this machine."""
+    handler = functools.partial(Quiet, directory=str(site))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
 def test_pages_load_nothing_from_elsewhere(site):
     pages = list(site.rglob("*.html"))
     assert len(pages) > 30
@@ -26,3 +60,229 @@ def test_pages_load_nothing_from_elsewhere(site):
             assert not re.search(r"(src|href)=\"?(https?:)?//", tag), f"{page.name}: {tag}"
     for style in site.rglob("*.css"):
         assert not re.search(r"url\([\"']?(https?:)?//", style.read_text()), style.name
+
+
+class Browser:
+    """Chromium without a window, told what to do over two pipes."""
+
+    def __init__(self, profile):
+        down, self.writer = os.pipe()
+        self.reader, up = os.pipe()
+        flags = "--headless --no-sandbox --disable-gpu --remote-debugging-pipe"
+        command = f"exec chromium {flags} --user-data-dir={profile} 3<&{down} 4>&{up}"
+        quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.process = subprocess.Popen(["bash", "-c", command], pass_fds=(down, up), **quiet)
+        os.close(down)
+        os.close(up)
+        self.said, self.asked, self.page, self.errors = b"", 0, {}, []
+        target = self.ask("Target.createTarget", url="about:blank")["targetId"]
+        session = self.ask("Target.attachToTarget", targetId=target, flatten=True)
+        self.page = {"sessionId": session["sessionId"]}
+        self.ask("Runtime.enable")
+
+    def ask(self, method, **params):
+        self.asked += 1
+        message = {"id": self.asked, "method": method, "params": params} | self.page
+        os.write(self.writer, json.dumps(message).encode() + b"\0")
+        while True:
+            while b"\0" not in self.said:
+                data = os.read(self.reader, 2**20)
+                assert data, "the browser has ended"
+                self.said += data
+            answer, _, self.said = self.said.partition(b"\0")
+            answer = json.loads(answer)
+            if answer.get("method") == "Runtime.exceptionThrown":
+                self.errors.append(answer["params"]["exceptionDetails"])
+            if answer.get("id") == self.asked:
+                assert "error" not in answer, answer
+                return answer["result"]
+
+    def run(self, code):
+        """The value of a JavaScript expression."""
+        options = dict(awaitPromise=True, returnByValue=True, userGesture=True)
+        done = self.ask("Runtime.evaluate", expression=code, **options)
+        assert "exceptionDetails" not in done, done
+        return done["result"].get("value")
+
+    def open(self, address, width=1300):
+        size = dict(width=width, height=900, deviceScaleFactor=1, mobile=width < 500)
+        self.ask("Emulation.setDeviceMetricsOverride", **size)
+        self.ask("Page.navigate", url="about:blank")
+        self.ask("Page.navigate", url=address)
+        while not self.run("document.readyState === 'complete' && location.href !== 'about:blank'"):
+            pass
+
+    def press(self, key, times=1):
+        code = {"key": key, "code": key, "windowsVirtualKeyCode": KEYS[key]}
+        code |= {"text": "\r"} if key == "Enter" else {}
+        for _ in range(times):
+            self.ask("Input.dispatchKeyEvent", type="keyDown", **code)
+            self.ask("Input.dispatchKeyEvent", type="keyUp", **code)
+
+
+KEYS = {"Tab": 9, "Enter": 13, "ArrowLeft": 37, "ArrowRight": 39}
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    if not shutil.which("chromium"):
+        pytest.skip("no browser: apt-get install chromium")
+    browser = Browser(tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.process.kill()
+    browser.process.wait()
+
+
+FLAGS = train.flags()
+
+
+def by_receipts(monkeypatch, command, rank, rows):
+    """Bytes that a rank of a train.py command holds and sends, by kind. rows: a sequence's tokens
+    that leave for other ranks' experts or come from there, of all blocks, in one forward."""
+    flags = shlex.split(command.partition(" train.py ")[2])
+    args, config = layout.prepare(FLAGS.parse_args(flags))
+    schedule = zero_bubble.find_schedule(args.schedule, args.pp, args.microbatches, args.chunks)
+    data, own = args.dp * args.cp, pipeline.of_rank(config, schedule, rank)
+    sizes = {"dp": data, "tp": args.tp, "cp": args.cp, "ep": args.ep}
+    if args.ep > 1:
+        sizes["copies"] = data // args.ep
+    if own["embedding"] or own["head"]:
+        sizes["tied"] = 1 if own["embedding"] and own["head"] else 2
+    groups = {name: Group(name, size) for name, size in sizes.items()}
+    groups["pp"] = Group("pp", args.pp, rank)
+    # of_run takes process groups: here Groups are such
+    ranks_of, rank_in = operator.attrgetter("ranks"), operator.attrgetter("rank")
+    stub = dict(ProcessGroup=Group, get_world_size=ranks_of, get_rank=rank_in)
+    monkeypatch.setattr(receipts.train, "dist", SimpleNamespace(**stub))
+    monkeypatch.setattr(receipts.train, "scatter_operation", lambda group: "reduce_scatter")
+    forwards = 2 if args.recompute in ("half", "block") else 1
+    blocks = sum(map(len, own["layers"]))
+    rows = SimpleNamespace(
+        waits=0, hidden=0, measured=forwards * blocks * args.batch // args.dp * rows / args.cp
+    )
+    run = SimpleNamespace(args=args, config=config, ledger=SimpleNamespace(gathered_peak=0))
+    options = dict(schedule=schedule, groups=groups, expert_rows=rows)
+    runner = SimpleNamespace(run=run, positions=range(config.context // args.cp), **options)
+    _, sent, held, _ = receipts.train.of_run(runner, None)
+    kinds = {kind: size for kind, (size, _) in held.items()}
+    for (_, group), (size, _) in sent.items():
+        kind = KINDS.get(group, "data")
+        kinds[kind] = kinds.get(kind, 0) + size
+    return kinds
+
+
+KINDS = dict(tp="tensor", cp="ring", ep="experts", pp="pipeline", up="pipeline", down="pipeline")
+# Chosen by random numbers from what the page offers, but not the longest schedules
+DRAW = """numbers.map((random) => {
+  const c = {};
+  for (const [name, values] of Object.entries(LAYOUT)) {
+    const few = values(c).filter((value) => !(value > (name === "pp" ? 8 : 16)));
+    c[name] = few[Math.floor(random[Object.keys(c).length] * few.length)];
+  }
+  const { ranks, devices } = step(c), rank = Math.floor(random[14] * c.pp);
+  const { held, sent } = ranks[rank], data = sent.gradients + sent.weights;
+  return [commandOf(c, devices), rank, c, { ...sent, ...held, data }];
+})"""
+
+
+def test_bytes_are_those_of_receipts(address, browser, monkeypatch):
+    draw = random.Random(1)
+    numbers = [[draw.random() for _ in range(15)] for _ in range(200)]
+    browser.open(f"{address}/play/calculator.html")
+    layouts = browser.run(f"(numbers => {DRAW})({json.dumps(numbers)})")
+    assert len({command for command, *_ in layouts}) > 190
+    for command, rank, c, found in layouts:
+        config = configure(c["model"])
+        away = 2 * config.top_k * config.context * (1 - 1 / c["ep"])
+        for kind, size in by_receipts(monkeypatch, command, rank, away).items():
+            same = found[NAMES.get(kind, kind)] == pytest.approx(size, rel=1e-9)
+            assert same, (command, rank, kind)
+
+
+NAMES = {"parameters": "weights", "activations_peak": "activations"}
+
+
+def test_schedules_are_pythons(address, browser):
+    sizes = range(1, 6), (1, 2, 3, 4, 6, 9, 10, 12)
+    cases = list(itertools.product(zero_bubble.ALL_SCHEDULES, *sizes, (2,)))
+    cases += itertools.product(["interleaved"], *sizes, (3,))
+    browser.open(f"{address}/play/schedules.html")
+    found = browser.run(
+        """(cases => cases.map((c) => {
+      try { return simulate(schedule(...c), ({ kind }) => kind === "B" ? 2 : 1).map((row) =>
+        row.map((a) => [a.start, a.end, [a.kind, a.m, a.stage]])) } catch (e) { return e.message }
+    }))(%s)"""
+        % json.dumps(cases)
+    )
+    for case, rows in zip(cases, found):
+        try:
+            spans = pipeline.simulate(zero_bubble.find_schedule(*case))
+        except ValueError as e:
+            assert rows == str(e).partition(", not")[0]
+        else:
+            assert rows == json.loads(json.dumps(spans)), case
+
+
+SETTINGS = "Object.fromEntries(new URLSearchParams(location.hash.slice(1)))"
+FOCUS = "document.activeElement.id"
+
+
+def test_settings_by_keyboard(address, browser):
+    """Without a mouse: Tab reaches each control and says so, arrows move it; what is shown follows,
+    and the address keeps it."""
+    browser.open(f"{address}/play/calculator.html")
+    assert browser.run(
+        "[...document.forms.layout.elements].every((e) => !e.name || e.labels.length)"
+    )
+    memory = "document.querySelector('#memory output').value"
+    before, reached = browser.run(memory), []
+    browser.run("document.forms.layout.elements.model.focus()")
+    while "zero" not in reached:
+        browser.press("Tab")
+        reached.append(browser.run(FOCUS))
+        assert browser.run("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+    assert {"device", "dp", "pp", "zero"} <= {*reached}
+    browser.press("ArrowLeft", times=3)
+    assert browser.run(SETTINGS)["zero"] == "0"
+    assert browser.run("document.activeElement.getAttribute('aria-valuetext')") == "0"
+    assert browser.run(memory) != before and "too much" in browser.run(memory)
+    command = browser.run("document.getElementById('command').textContent")
+    assert "--dp 8 --batch" in command
+    # The same address shows the same, and another one in the same tab something else
+    shown = browser.run("location.href"), browser.run("document.querySelector('.play').innerText")
+    browser.open(shown[0])
+    assert (
+        browser.run("location.href"),
+        browser.run("document.querySelector('.play').innerText"),
+    ) == shown
+    browser.run("location.hash = 'model=gpt2&dp=2'")
+    browser.run("new Promise((done) => setTimeout(done, 50))")
+    assert browser.run(SETTINGS)["model"] == "gpt2"
+    assert "fits" in browser.run(memory)
+
+
+def test_copies_the_command(address, browser):
+    browser.ask("Browser.grantPermissions", permissions=["clipboardReadWrite"])
+    browser.open(f"{address}/play/calculator.html")
+    browser.run("document.querySelector('.command button').focus()")
+    browser.press("Enter")
+    copied = browser.run("navigator.clipboard.readText()")
+    assert copied == browser.run("document.getElementById('command').textContent")
+
+
+def test_steps_by_keyboard(address, browser):
+    browser.open(f"{address}/play/schedules.html#schedule=zb-h1&p=3&m=4&time=0")
+    browser.run("document.forms.steps.elements.time.focus()")
+    assert browser.run("document.querySelectorAll('#chart i').length") == 3 * 4 * 3
+    does = "[...document.querySelectorAll('#ranks tr')].map((row) => row.cells[1].innerText)"
+    assert browser.run(does) == ["waits"] * 3
+    browser.press("ArrowRight", times=5)
+    assert browser.run(does) == ["waits", "inputs' gradient of 0, stage 1", "forward of 1, stage 2"]
+
+
+@pytest.mark.parametrize("page", ["calculator", "schedules"])
+def test_on_a_phone(address, browser, page):
+    browser.open(f"{address}/play/{page}.html", width=390)
+    assert browser.run("document.documentElement.scrollWidth") == 390
+    assert browser.run("[...document.querySelectorAll('.play input')].every((e) => e.offsetWidth)")
+    assert not browser.errors
