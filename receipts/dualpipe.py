@@ -1,6 +1,7 @@
 """What DualPipe hides, and what its demo's ranks send: as much as a pipeline and experts do."""
 
 from harness.flags import check_batch
+from harness.plots import check_plot
 from harness.refusal import Refused, refusing
 from proof.receipt import Count
 from receipts import ddp, expert_parallel, pipeline
@@ -17,6 +18,29 @@ def check(make, args, config, world):
     with refusing():
         expert_parallel.experts_here(config, Group("ep", args.ep))
     check_batch(args, args.ep)
+
+
+def draw(args, find_schedule, pair):
+    """Draw the schedule of --nproc ranks, two lanes each, beside the same actions one after
+    another, if messages take as long as a forward computes. pair: PairedSchedule."""
+    check_plot(args)
+    ranks = (args.nproc or 4) // args.ep
+    with refusing():
+        schedule = find_schedule("dualpipev", ranks, args.microbatches)
+    pictures = []
+    for title, rows in (("in turns", schedule), ("overlapped", pair(schedule.rows))):
+        pictures.append((title, pipeline.simulate(rows, alone, together=hide)))
+    pipeline.plot(args.plot, pictures)
+
+
+def alone(action):
+    """Its time: computing, and if it has messages as long as a forward computes for these."""
+    return pipeline.unit(action) + (action.kind != "W")
+
+
+def hide(actions, time):
+    """The time of actions that start together: while one waits another computes."""
+    return max(sum(map(pipeline.unit, actions)), *map(time, actions), 0)
 
 
 def waits(action, layers, chunks=1, forwards=1):

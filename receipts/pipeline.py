@@ -4,6 +4,7 @@ A schedule is pipeline.py's: for each rank a list of actions. Spans are a schedu
 each rank a list of (start, end, action).
 """
 
+import collections
 import contextlib
 import itertools
 
@@ -99,41 +100,48 @@ def unit(action):
     return 2.0 if action.kind == "B" else 1.0
 
 
-def simulate(schedule, time=unit, transfer=0.0):
+def one_after_another(actions, time):
+    return sum(map(time, actions))
+
+
+def simulate(schedule, time=unit, transfer=0.0, together=one_after_another):
     """The spans of a schedule, if an action starts when its rank is free and its message is there.
 
     time(action): how long it takes. transfer: how long a message between two ranks takes, from when
-    it is sent and its receive is posted."""
+    it is sent and its receive is posted. together(actions, time): how long those take that start
+    together (dualpipe.py); their spans are the same."""
     sent, posted = {None: 0.0}, {}  # {message: when}; without a message nothing is waited for
     spans = [[] for _ in schedule.rows]
+    steps = [collections.deque(schedule.steps(rank)) for rank in range(len(spans))]
     progress = True
     while progress:
         progress = False
-        for row, of_rank in zip(schedule.rows, spans):
-            while len(of_rank) < len(row):
-                action = row[len(of_rank)]
-                start = of_rank[-1][1] if of_rank else 0.0  # when its rank is free
-                for message in schedule.receives_before.get(action, []):
-                    posted.setdefault(message, start)
-                awaited = schedule.incoming(action)
-                if awaited not in sent:
+        for row, of_rank in zip(steps, spans):
+            while row:
+                free = of_rank[-1][1] if of_rank else 0.0
+                awaited = [schedule.incoming(action) for action in row[0]]
+                for action in row[0]:
+                    for message in schedule.receives_before.get(action, []):
+                        posted.setdefault(message, free)
+                if not sent.keys() >= set(awaited):
                     break
-                if awaited in posted:
-                    start = max(start, max(sent[awaited], posted[awaited]) + transfer)
-                else:  # none, or from this rank
-                    start = max(start, sent[awaited])
-                end = start + time(action)
-                of_rank.append((start, end, action))
-                message = schedule.outgoing(action)
-                if message is not None:
-                    sent[message] = end
+                start = free
+                for message in awaited:
+                    there = sent[message]
+                    if message in posted:  # else none, or from this rank
+                        there = max(there, posted[message]) + transfer
+                    start = max(start, there)
+                actions = row.popleft()
+                end = start + together(actions, time)
+                of_rank += [(start, end, action) for action in actions]
+                sent |= {schedule.outgoing(action): end for action in actions} | {None: 0.0}
                 progress = True
     return spans
 
 
 def working(row):
     """The time that one rank's actions take."""
-    return sum(end - start for start, end, _ in row)
+    return sum(end - start for start, end in {(start, end) for start, end, _ in row})
 
 
 def utilisation(spans):
@@ -350,9 +358,12 @@ def plot(name, pictures):
     for ax, (title, spans) in zip(axes[:, 0], pictures):
         for rank, row in enumerate(spans):
             first = min(action.stage for *_, action in row)
+            lanes = collections.Counter(start for start, *_ in row)
             for start, end, (kind, m, stage) in row:
-                color = COLORS[kind][stage > first]
-                bar = ax.barh(rank, end - start, 0.9, start, color=color, ec="white", lw=0.4)
+                color, height, y = COLORS[kind][stage > first], 0.9, rank
+                if lanes[start] == 2:  # a pair: the forward above, the backward below
+                    height, y = 0.45, rank + (-0.225 if kind == "F" else 0.225)
+                bar = ax.barh(y, end - start, height, start, color=color, ec="white", lw=0.4)
                 ax.bar_label(bar, [m], label_type="center", fontsize=6)
         ax.set_yticks(range(len(spans)), [f"rank {rank}" for rank in range(len(spans))])
         ax.invert_yaxis()
