@@ -57,8 +57,8 @@ class Config:
     top_k: int = 2  # experts per token
     shared: int = 0  # size, in experts, of an MLP that every token passes as well
     scores: Literal["softmax", "sigmoid"] = "softmax"  # of the logits; DeepSeek-V3: sigmoid
-    # The k weights sum to 1 (Mixtral). False: Switch, OLMoE, or the weight of k = 1 would be 1, and
-    # the router learn nothing
+    # The k weights sum to 1 (Mixtral). False: OLMoE, and Switch, where k = 1: a weight of always 1
+    # would give the router no gradient
     renormalize: bool = True
     balance_loss: float = 0.0  # factor of the router's balance loss
     z_loss: float = 0.0  # factor of the router's z-loss

@@ -192,10 +192,10 @@ def all_reduce_gradients(parameters, group):
 class EnterAndProject(nn.Module):
     """f and the matrices after it, such as gate and up, in place of SequenceEnter. Returns a tuple
     of their products. A Projection in each layer's place picks one. Activation checkpointing keeps
-    only this rank's tokens, and runs f again.
+    only this rank's tokens, and gathers again in backward.
 
-    Recomputation stops once what backward saved is back: after the gather, before the last matmul.
-    So one matmul with all weights is never run twice."""
+    There it stops before the last matmul, whose result backward does not need. So all weights are
+    in one matmul: it is not run twice."""
 
     def __init__(self, group, projections):
         super().__init__()
