@@ -173,6 +173,9 @@ class FakeRun(dryrun.DryRun):
     def same(self, value, what, advice):
         """Outside of FakeTensorMode the device makes no tensors."""
 
+    def watch(self, action):
+        return contextlib.nullcontext()
+
     def agree(self, problem):
         """All .item() are 1."""
 

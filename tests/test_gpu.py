@@ -96,7 +96,18 @@ def test_where_a_step_goes():
     assert row["largest"] == {"product": 2.0, "message": 1.5, "copy": 0.5}
 
 
-def test_the_models_that_are_measured():
+def test_the_models_that_are_measured(monkeypatch):
+    commands = []
+
+    def refuse(command):
+        commands.append(command.split()[1:])
+        raise harness.Refused("")
+
+    monkeypatch.setattr(benchmarks, "receipt", refuse)
+    for part in ("speed", "kernels"):
+        assert "failed" in gpu.measure(part, gpu.MODELS[0])
+    for command in commands:  # its flags are train.py's
+        assert gpu.train.flags().parse_args(command).prove == 0
     settled = [gpu.settled(flags) for flags in gpu.MODELS]
     assert [args.compile for args, _ in settled] == [False, True, True, True]
     assert all(
