@@ -1,10 +1,10 @@
 """Fully sharded data parallelism (FSDP), ZeRO's stage 3: a rank keeps 1/N of every weight.
 
-    embed     ~##                ~~##rr    ~  all-gather of the unit's weights
-    block 0    ~~##            ~~##rr      #  they are whole, and the unit computes:
-    block 1      ~~##        ~~##rr           forward on the left, then backward
-    block 2        ~~##    ~~##rr          r  reduce-scatter of its gradients
-    head             ~~##  ##rr               blank: a rank holds 1/N of the unit
+    embed     ~##                  ~~##rr    ~  all-gather of the unit's weights
+    block 0    ~~##              ~~##rr      #  they are whole, and the unit computes: forward,
+    block 1      ~~##          ~~##rr           then backward; the head does both at once
+    block 2        ~~##      ~~##rr          r  reduce-scatter of its gradients
+    head             ~~####rr                   blank: a rank holds 1/N of the unit
 
 Split     A unit is a block, the embedding or the head. Its parameters are one flat tensor, cut into
           N equal shards. A rank holds a shard of weights, gradients and optimizer states.
@@ -101,33 +101,29 @@ class PlainFSDP:
 
 # --- FSDP in full: the next unit's weights arrive while one computes
 #
-# As in ZeRO's stage 2 gradients fill buckets, full ones are reduced, and step() updates shards.
-# New: a unit's weights are gathered before it runs and freed after, so step() sends nothing.
-# Overridden: _make_bucket, for weights that can be freed; _backward_ends, _join_missing_passes and
-# update_weights, to free what is still gathered.
+# Gradients and the step are those of ZeRO's stage 2: hooks move gradients into buckets, full ones
+# are reduced, step() updates shards. New: a bucket has a unit's parameters. Its weights are
+# gathered before the unit runs and freed after, so step() sends nothing.
 
 
 class UnitBucket(ShardedBucket):
-    """`weights` has memory while it has `users`: units that need it now (a tied matrix: two)."""
+    """`weights` has memory while it has `users`: units that need it now (a tied matrix: two). Safe
+    on GPUs: PyTorch reuses freed memory in the order of the compute stream. A gather's stream
+    waits for what is queued there, and wait_for_weights() makes that one wait for the gather."""
 
     keeps_weights = False
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
-        self.users, self.gathering = set(), None
+        self.users = set()
         self.free()
 
     def gather(self):
         self.weights.untyped_storage().resize_(self.weights.nbytes)
-        self.gathering = self.start_weight_gather()
-
-    def wait(self):
-        if self.gathering is not None:
-            self.gathering.wait()
-            self.gathering = None
+        self.start_gather()
 
     def free(self):
-        self.wait()
+        self.wait_for_weights()
         self.weights.untyped_storage().resize_(0)
 
 
@@ -177,13 +173,14 @@ class Unit:
 
     def before_backward(self, gradient):
         fsdp = self.fsdp
-        fsdp._backward_begins()
         if fsdp.in_backward is self:
             return
-        # Autograd runs in the reverse order of forward: all that ran after this unit is done
-        if fsdp.in_backward:
+        if fsdp.in_backward is None:  # free the last unit when backward is over
+            torch.autograd.Variable._execution_engine.queue_callback(fsdp.release_all)
+        else:
+            # Autograd runs in the reverse order of forward: all that ran after this unit is done
             fsdp.in_backward.release()
-            fsdp._reduce_done(fsdp.in_backward)
+            fsdp.reduce_unit(fsdp.in_backward)
         fsdp.in_backward = self
         fsdp.enter(self, self.previous)
 
@@ -210,35 +207,28 @@ class FSDP(ZeRO):
     valid_stages = (3,)
 
     def __init__(
-        self,
-        model,
-        group,
-        make_optimizer,
-        microbatches=1,
-        units=None,
-        reshard=True,
-        scopes=None,
-        **options,
+        self, model, group, make_optimizer, microbatches=1, units=None, reshard=True, **options
     ):
         self.reshard = reshard
         self.in_backward = None  # the unit whose backward is running
         self.gathered_ahead = None  # a unit, before it is entered: the likely next
         self.units = []
-        for scope, part in (scopes or {None: model}).items():
+        scopes = options.get("scopes") or {None: model}
+        for scope, part in scopes.items():
             modules = default_units(part) if units is None else units
             of_scope = [Unit(self, module, scope) for module in modules]
             for unit, next_unit in pairwise(of_scope):
                 unit.next_unit, next_unit.previous = next_unit, unit
             self.units += of_scope
         options["bucket_bytes"] = float("inf")  # a unit is one bucket
-        super().__init__(model, group, 3, make_optimizer, microbatches, scopes=scopes, **options)
+        super().__init__(model, group, 3, make_optimizer, microbatches, **options)
         model.register_state_dict_pre_hook(check_state_dict)
 
-    def _make_bucket(self, parameters, place, **options):
-        if not place.units:
-            return super()._make_bucket(parameters, place, **options)
-        bucket = UnitBucket(parameters, place, self.stage, self.microbatches, **options)
-        for unit in place.units:  # a tied matrix is in two
+    def make_bucket(self, parameters, **options):
+        units = self.places[parameters[0]].units
+        options["bucket_class"] = UnitBucket if units else ShardedBucket
+        bucket = super().make_bucket(parameters, **options)
+        for unit in units:  # a tied matrix is in two
             unit.buckets.append(bucket)
         return bucket
 
@@ -248,38 +238,30 @@ class FSDP(ZeRO):
             self.gathered_ahead.release()  # a wrong guess
         unit.gather()
         for bucket in unit.buckets:
-            bucket.wait()
+            bucket.wait_for_weights()
         if likely_next:
             likely_next.gather()
         self.gathered_ahead = likely_next
 
+    def reduce_unit(self, unit):
+        """Its backward is over: reduce its buckets even if a gradient never came on this rank.
+        Other ranks have reduced them, and all must call collectives in one order."""
+        # A tied matrix goes with its first unit
+        self._reduce_full(also=[b for b in unit.buckets if b.place.units[0] is unit])
+
     def release_all(self):
-        if self.gathered_ahead:
-            self.gathered_ahead.release()
         for unit in self.units:
             # Other pipeline stages' weights may wait for their backward
             if self.scope in (None, unit.scope):
                 unit.release()
         self.gathered_ahead = self.in_backward = None
 
-    def _reduce_done(self, unit):
-        """Reduce the unit's buckets even if a gradient never came on this rank: other ranks have
-        reduced them, and all must call collectives in one order. A tied matrix goes with its
-        first unit."""
-        if self.queue is not None:
-            own = [bucket for bucket in unit.buckets if bucket.place.units[0] is unit]
-            self._start_full_buckets(also=own)
-
-    def _backward_ends(self):
-        super()._backward_ends()
-        self.release_all()  # the unit whose backward was the last
-
-    def _join_missing_passes(self, given_up=False):
-        super()._join_missing_passes(given_up)
-        self.release_all()
+    def zero_grad(self, give_up=False):
+        super().zero_grad(give_up)
+        self.release_all()  # what an exception has left
 
     def update_weights(self, buckets=None):
-        self.release_all()  # what a forward without backward has left
+        self.release_all()  # what a forward without backward has left: it has old weights
         super().update_weights(buckets)
 
 

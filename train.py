@@ -203,7 +203,9 @@ def data_parallel(run, model, groups):
     )
     if args.zero == 3:
         return fsdp.FSDP(model, dp, **options)
-    return zero.ZeRO(model, dp, args.zero, **options)
+    # Each of them reads no weights but its own: it can wait for them when its forward begins
+    units = [unit for part in scopes.values() for unit in fsdp.default_units(part)]
+    return zero.ZeRO(model, dp, args.zero, gather_before=units, **options)
 
 
 class DDPAndOptimizer:

@@ -86,6 +86,7 @@ class PlainZeRO1:
         """After the last backward: reduce, step on this shard, send it to all."""
         self.reduce()
         self.optimizer.step()
+        # In place: this rank's shard is a part of `weights`
         all_gather_into_tensor(self.weights, self.shard.detach(), group=self.group)
         self.shard.grad.zero_()
 
@@ -93,8 +94,9 @@ class PlainZeRO1:
 # --- stages 0 to 2 in full: many buckets, reduced while backward goes on
 
 
-class ZeRO:
-    """Trains `model` over `group` in stage 0, 1 or 2.
+class BucketedZeRO:
+    """Trains `model` over `group` in stage 0, 1 or 2. Call it by the name ZeRO: that subclass,
+    below, adds only what other kinds of parallelism need.
 
         zero = ZeRO(model, group, 1, torch.optim.AdamW, microbatches=2)
         for micro_batches, target_count in batches:    # this rank's rows; all ranks' targets
@@ -108,13 +110,14 @@ class ZeRO:
     make_optimizer(pieces): one that works element by element. microbatches: the backward passes of
     a step. bucket_bytes: of the largest bucket; a larger parameter has one of its own.
     reduce_each=False: stage 2 reduces in the last backward pass only; it sends less, and holds all
-    gradients until then. options: see ShardedBucket. scopes, splits: see find_places.
+    gradients until then. gather_before: modules, such as fsdp.default_units(model), that wait for
+    their new weights when their forward begins, so that step() does not. Nobody else may read these
+    weights before. options: see ShardedBucket.
 
     Before: all ranks have equal weights, loaded, tied and frozen in their final form. The
     parameters are replaced in place. Activation checkpointing needs use_reentrant=False."""
 
     valid_stages = 0, 1, 2
-    units = ()  # those of fsdp.py
 
     def __init__(
         self,
@@ -125,31 +128,19 @@ class ZeRO:
         microbatches=1,
         bucket_bytes=25 << 20,
         reduce_each=True,
-        scopes=None,
-        splits=None,
+        gather_before=(),
         **options,
     ):
         self.model, self.group, self.stage, self.microbatches = model, group, stage, microbatches
-        self.reduce_each = reduce_each
-        self.queue = None  # buckets still to reduce; None: no gradient has come yet
+        self.reduce_each = reduce_each and stage >= 2  # else in the last backward pass only
+        self.queue = []  # buckets that wait for gradients of the running backward pass
         self.works = []  # (bucket, work): reductions on their way
         self.backward_running = False  # still true after an exception
         self.last_call = None  # "zero_grad", "backward" or "finish"
-        # For other kinds of parallelism. Skip them at first, and each line marked "composition":
-        # with ZeRO alone they do nothing
-        self.scopes, self.splits = scopes or {None: model}, splits or {}
-        self.scope, self.may_reduce = None, True  # of the running backward pass, see around()
-        self.replica_sums = []  # works: sums of shards over replicas
-        self.cut_groups = find_cut_groups(model.parameters(), group if stage > 0 else None)
-        places = find_places(model, group, self.scopes, self.splits, self.units)
-
         # 1  The parameters are dealt out to buckets, and become views of them
-        def kind_of(p):
-            return p.requires_grad, p.dtype, p.device, places[p]
-
         self.buckets, view_of = [], {}
-        for parameters in group_parameters(model.parameters(), bucket_bytes, kind_of):
-            bucket = self._make_bucket(parameters, places[parameters[0]], **options)
+        for parameters in group_parameters(model.parameters(), bucket_bytes, self.kind_of):
+            bucket = self.make_bucket(parameters, **options)
             self.buckets.append(bucket)
             view_of.update(zip(parameters, bucket.parameters))
         for module in model.modules():
@@ -163,17 +154,32 @@ class ZeRO:
             for i, p in enumerate(bucket.parameters):
                 p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket, i))
         self.optimizer = make_optimizer(pieces)
+        # 3  Some modules wait for the new weights themselves
+        self.gathered_late = set()
+        for module in gather_before:
+            self._gather_before(module)
         check_zero_arguments(self)
 
-    def _make_bucket(self, parameters, place, **options):
-        return ShardedBucket(parameters, place, self.stage, self.microbatches, **options)
+    def kind_of(self, p):
+        """Parameters in one bucket are of one kind."""
+        return p.requires_grad, p.dtype, p.device
+
+    def make_bucket(self, parameters, **options):
+        return ShardedBucket(parameters, self.group, self.stage, self.microbatches, **options)
+
+    def _gather_before(self, module):
+        parameters = set(module.parameters())
+        buckets = [b for b in self.buckets if not parameters.isdisjoint(b.parameters)]
+        self.gathered_late.update(buckets)
+        module.register_forward_pre_hook(lambda *_: wait_for_weights(buckets))
+        self.model.register_state_dict_pre_hook(lambda *_: wait_for_weights(buckets))
 
     # --- a step
     #
     # zero_grad()  All gradients are 0.
-    # backward     _arrived moves each gradient to its bucket, and starts to reduce the full ones:
-    #              once a step in stages 0 and 1, in each backward pass in stage 2.
-    # finish()     Reduces what backward has not, and waits for all.
+    # backward     _arrived moves each gradient to its bucket. Full buckets are reduced: in stage 2
+    #              in each backward pass, in stages 0 and 1 in the last one of the step.
+    # finish()     Waits for the reductions.
     # step()       Steps on this rank's shards, and all-gathers the new weights.
 
     def zero_grad(self, give_up=False):
@@ -181,8 +187,8 @@ class ZeRO:
         # By itself if its own backward raised: other ranks may already wait in finish()
         give_up = give_up or self.backward_running
         check_before_zero_step(self, give_up)
-        if give_up:
-            self._join_missing_passes(given_up=True)
+        if give_up and self.last_call != "finish":
+            self._reduce_all(given_up=True)
         self.backward_running, self.last_call = False, "zero_grad"
         for bucket in self.trainable:
             bucket.zero_grad()
@@ -191,12 +197,20 @@ class ZeRO:
         """The hook of each parameter: move its gradient into the bucket. p.grad stays None, or
         somebody would take one rank's gradient for the sum."""
         gradient, p.grad = p.grad, None
-        self.last_call = "backward"
-        self._backward_begins()
-        self._fill_queue()
+        if not self.backward_running:  # the first gradient of a backward pass
+            self.backward_running, self.last_call = True, "backward"
+            self.queue = self._new_queue()
+            # Called when backward is over, but not if an exception ends it
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
         check_zero_gradient(self, bucket)
         bucket.add(i, gradient)
-        self._start_full_buckets()
+        self._reduce_full()
+
+    def _backward_ends(self):
+        self._reduce_full(also=list(self.queue))  # a parameter may have got no gradient
+        self.backward_running, self.queue = False, []
+        if self.stage >= 2:
+            self._wait()
 
     def finish(self):
         """Complete the gradients, after the last backward of a step. grad_norm(), clip() and step()
@@ -204,22 +218,22 @@ class ZeRO:
         if self.backward_running:
             advice = "call zero_grad(give_up=True) on all ranks"
             raise RuntimeError(f"an exception ended a backward pass: {advice}")
-        if self.last_call == "finish":
-            return
-        self._join_missing_passes()
-        for bucket in self.trainable:
-            for group in bucket.place.partial:  # composition
-                dist.all_reduce(bucket.gradient_shard, group=group)
-        self.last_call = "finish"
+        if self.last_call != "finish":
+            self._reduce_all()
+            self.last_call = "finish"
 
     def step(self):
-        """Step on this rank's shards, and send the new weights to all."""
+        """Step on this rank's shards, and send the new weights to all. Called again without
+        zero_grad() it steps with the same gradients, as torch's optimizers do."""
         if self.last_call == "zero_grad":
             raise RuntimeError("step() after zero_grad(): all gradients are zero")
         self.finish()
         for bucket in self.trainable:
-            # A copy only if the master has another dtype or place
-            gradient = bucket.gradient_shard.to(bucket.master)
+            bucket.host_gradient.copy_(bucket.gradient_shard, non_blocking=True)
+        if any(bucket.host_gradient is not bucket.gradient_shard for bucket in self.trainable):
+            torch.cuda.synchronize()  # offload: all copies have arrived
+        for bucket in self.trainable:
+            gradient = bucket.host_gradient.to(bucket.master)  # a copy only to another dtype
             for piece, part in zip(bucket.pieces, gradient.split(bucket.piece_sizes)):
                 piece.grad = part.view(piece.shape)
         self.optimizer.step()  # once for all buckets: some optimizers count their steps
@@ -228,40 +242,23 @@ class ZeRO:
 
     def update_weights(self, buckets=None):
         """The masters have new values, by a step or from a checkpoint: bring them to all ranks."""
-        works = []
-        for bucket in buckets or self.buckets:
-            bucket.shard.copy_(bucket.master)  # does nothing where these are the same tensor
-            if bucket.keeps_weights and bucket.ranks > 1:
-                works.append(bucket.start_weight_gather())
-        for work in works:
-            work.wait()
+        for bucket in reversed(buckets or self.buckets):  # forward needs the last bucket first
+            bucket.wait_for_weights()  # of the step before, if there was no forward since
+            bucket.start_update()
+        wait_for_weights(b for b in self.buckets if b not in self.gathered_late)
 
-    # --- the queue. The first gradient of a step (stages 0, 1) or backward pass (2) makes it. Full
-    # buckets leave its front. What is left is reduced in finish() (0, 1) or after backward (2)
+    # --- the queue of a backward pass: its buckets, in the same order on all ranks. Swapped
+    # reductions would add up the wrong buckets, silently. So a bucket that is full early waits for
+    # those before it
 
-    def _backward_begins(self):
-        if not self.backward_running:
-            self.backward_running = True
-            # Called when backward is over, but not if an exception ends it
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+    def _new_queue(self):
+        return [bucket for bucket in self.trainable if bucket.passes_left > 0]
 
-    def _fill_queue(self):
-        if self.queue is None:
-            self.queue = [b for b in self.trainable if b.reductions_left > 0]
-            if self.scope is not None:  # composition
-                self.queue = [b for b in self.queue if self.scope in b.place.scopes]
-
-    def _start_full_buckets(self, also=()):
-        # In the same order on all ranks: swapped reductions would add up the wrong buckets,
-        # silently. So a bucket that is full early waits for those before it
-        while self.queue and self.may_reduce:  # may_reduce: composition
-            bucket = self.queue[0]
-            if any(bucket.grads_left) and bucket not in also:
-                break
-            self.queue.pop(0)
-            bucket.reset_gradient_count()
-            bucket.reductions_left -= 1
-            if self.reduce_each or bucket.reductions_left == 0:
+    def _reduce_full(self, also=()):
+        while self.queue and (not self.queue[0].missing or self.queue[0] in also):
+            bucket = self.queue.pop(0)
+            bucket.end_pass()
+            if self.reduce_each or bucket.passes_left == 0:
                 self.works.append((bucket, bucket.start_reduction()))
             if self.stage >= 2:
                 self._wait(leave=1)  # at most two buckets are whole: one is on its way, one fills
@@ -271,53 +268,32 @@ class ZeRO:
             bucket, work = self.works.pop(0)
             if work is not None:
                 work.wait()
-            bucket.keep_shard()
-            across = bucket.place.across  # composition
-            if across is not None and bucket.reductions_left == 0:
-                work = dist.all_reduce(bucket.gradient_shard, group=across, async_op=True)
-                self.replica_sums.append(work)
+            self._reduced(bucket)
 
-    def _backward_ends(self):
-        self.backward_running = False
-        # None: no parameter got a gradient, as in autograd.grad. In stages 0 and 1 finish() does it
-        if self.queue is not None and self.stage >= 2:
-            self._reduce_rest()
+    def _reduced(self, bucket):
+        bucket.keep_shard()
 
-    def _reduce_rest(self):
-        self._start_full_buckets(also=list(self.queue))  # a parameter may have got no gradient
-        self._wait()
-        self.queue = None
-
-    def _join_missing_passes(self, given_up=False):
-        # A rank that ran fewer backward passes must still join the reductions
-        while self.queue is not None or any(bucket.reductions_left for bucket in self.trainable):
-            self._fill_queue()  # does nothing if an exception has left a queue
+    def _reduce_all(self, given_up=False):
+        """Reduce all that is left of a step. Nothing is left, unless this rank ran fewer backward
+        passes than others, or an exception ended one: it must still join their reductions."""
+        while any(bucket.passes_left for bucket in self.trainable):
+            self.queue = self.queue or self._new_queue()  # an exception leaves a part of one
             if given_up:
                 for bucket in self.queue:
                     bucket.allocate_gradients()
                     bucket.gradients.fill_(torch.nan)  # incomplete: nobody may train on it
-            self._reduce_rest()
-        for work in self.replica_sums:  # composition
-            work.wait()
-        self.replica_sums.clear()
+            self._reduce_full(also=list(self.queue))
+            self._wait()  # a bucket has one reduction at a time
+        self._wait()
 
     # --- beside a step: the norm, clipping, whole copies
 
-    def grad_norm(self, pipeline_group=None):
-        """The norm of the whole gradient: a float64 scalar, the same on all ranks. pipeline_group:
-        the ranks with the other stages of a pipeline."""
+    def grad_norm(self):
+        """The norm of the whole gradient: a float64 scalar, the same on all ranks."""
         self.finish()
-        counted = [self.buckets[0].weights.new_zeros(1)]  # this rank may have no part that counts
-        for bucket in self.trainable:
-            parts = bucket.gradient_shard.split(bucket.piece_sizes)
-            for p, part in zip(bucket.parameters, parts):
-                if is_counted(p, self.cut_groups, pipeline_group, bucket.place.across):
-                    counted.append(part)
-        dtype = torch.promote_types(counted[-1].dtype, torch.float32)
-        total = torch.stack(torch._foreach_norm(counted, dtype=dtype)).double().square().sum()
-        for group in [self.group if self.stage > 0 else None, *self.cut_groups, pipeline_group]:
-            if group is not None and dist.get_world_size(group) > 1:
-                dist.all_reduce(total, group=group)
+        total = sum_of_squares([bucket.gradient_shard for bucket in self.trainable])
+        if self.stage > 0:
+            dist.all_reduce(total, group=self.group)
         return total.sqrt()
 
     def clip(self, norm, limit):
@@ -349,20 +325,6 @@ class ZeRO:
         """The optimizer's, for learning rates."""
         return self.optimizer.param_groups
 
-    # --- beside a pipeline
-
-    @contextlib.contextmanager
-    def around(self, action):
-        """For Pipeline(..., around=zero.around): an action's scope. After I of a split backward
-        (inputs' gradients only) nothing is reduced. Stages 0 and 1 count gradients instead."""
-        if self.stage >= 2:
-            self.may_reduce = action.kind != "I"
-            self.scope = action.stage if action.stage in self.scopes else None
-        try:
-            yield
-        finally:
-            self.scope, self.may_reduce = None, True
-
 
 class ShardedBucket:
     """Some parameters as one flat tensor of S elements: N equal shards, one of them this rank's.
@@ -374,24 +336,24 @@ class ShardedBucket:
     gradients       (S,)    of this rank, in `reduce_dtype`; in stage 2 None until one arrives
     gradient_shard  (S/N,)  this rank's shard of their sum over all ranks
 
-    value(p): p's initial value, on the device to use, in the masters' dtype. Default: p itself. The
-    model may be on the meta device. offload: masters and optimizer states in the host's memory.
-    """
+    passes: the backward passes of a step. value(p): p's initial value, on the device to use, in the
+    masters' dtype. Default: p itself. The model may be on the meta device. offload: masters and
+    optimizer states in the host's memory."""
 
     keeps_weights = True  # fsdp.py frees them
 
     def __init__(
         self,
         parameters,
-        place,
+        group,
         stage,
-        microbatches,
+        passes,
         value=lambda p: p,
         param_dtype=None,
         reduce_dtype=None,
         offload=False,
     ):
-        self.place, self.group, self.stage = place, place.group, stage
+        self.group, self.stage = group, stage
         self.trainable = parameters[0].requires_grad
         self.on_gloo = dist.get_backend(self.group) == "gloo"
         self.ranks, rank = 1, 0
@@ -430,19 +392,22 @@ class ShardedBucket:
                 piece = piece.unsqueeze(0)  # 2-D, so that weight decay still sees a matrix
             self.pieces.append(nn.Parameter(piece, self.trainable))
         # 3  The gradients
-        self.gradients = self.received = None
+        self.gradients = self.gradient_shard = self.received = self.gathering = None
         self.reduce_dtype = reduce_dtype or self.weights.dtype
         if self.trainable and stage < 2:
             self.allocate_gradients()
             self.gradient_shard = self.gradients[self.own]
         elif self.trainable:
             self.gradient_shard = self.weights.new_zeros(length, dtype=self.reduce_dtype)
-        # 4  How often they are reduced in a step, each time after how many of each parameter
-        backwards = microbatches * len(place.scopes)
-        self.reductions = 1 if stage < 2 else backwards
-        self.grads_per_reduction = backwards if stage < 2 else 1
-        self.reductions_left = self.reductions
-        self.reset_gradient_count()
+        # 4  Where they stop on their way between a GPU and the host: copies from and to page-locked
+        # memory run beside the host. Else the tensors themselves: then copy_() does nothing
+        self.host_shard, self.host_gradient = self.shard, self.gradient_shard
+        if self.trainable and offload and self.shard.is_cuda:
+            self.host_shard = self.shard.cpu().pin_memory()
+            self.host_gradient = self.gradient_shard.cpu().pin_memory()
+        # 5  A step's backward passes, and the parameters without a gradient in the running one
+        self.passes = self.passes_left = passes
+        self.missing = set(range(len(parameters)))
 
     def view(self, i, flat):
         """Parameter i's part of a tensor like `weights`."""
@@ -453,7 +418,7 @@ class ShardedBucket:
             self.gradients = torch.zeros_like(self.weights, dtype=self.reduce_dtype)
 
     def zero_grad(self):
-        self.reductions_left = self.reductions
+        self.passes_left = self.passes
         self.gradient_shard.zero_()
         if self.gradients is not None:
             self.gradients.zero_()
@@ -461,12 +426,11 @@ class ShardedBucket:
     def add(self, i, gradient):
         self.allocate_gradients()
         self.view(i, self.gradients).add_(gradient)
-        # In a split backward several I bring a bias's gradients before the first W brings a
-        # matrix's. So the bias's count may be 0 already
-        self.grads_left[i] = max(self.grads_left[i] - 1, 0)
+        self.missing.discard(i)
 
-    def reset_gradient_count(self):
-        self.grads_left = [self.grads_per_reduction] * len(self.parameters)
+    def end_pass(self):
+        self.passes_left -= 1
+        self.missing = set(range(len(self.parameters)))
 
     def start_reduction(self):
         """Start to sum the gradients over the ranks: whole in stage 0, else a shard on each."""
@@ -492,8 +456,22 @@ class ShardedBucket:
             self.gradient_shard += self.gradients[self.own]
             self.gradients = None
 
-    def start_weight_gather(self):
-        return all_gather_into_tensor(self.weights, self.shard, group=self.group, async_op=True)
+    def start_update(self):
+        """The master has new values: start to bring them to all ranks."""
+        self.host_shard.copy_(self.master)
+        self.shard.copy_(self.host_shard, non_blocking=True)
+        if self.keeps_weights and self.ranks > 1:
+            self.start_gather()
+
+    def start_gather(self):
+        """All ranks' shards into `weights`. This rank's stays in its place."""
+        options = {"group": self.group, "async_op": True}
+        self.gathering = all_gather_into_tensor(self.weights, self.shard, **options)
+
+    def wait_for_weights(self):
+        if self.gathering is not None:
+            self.gathering.wait()
+            self.gathering = None
 
     def gather_full(self, shard):
         """All ranks' shards together, on the device of the weights."""
@@ -503,6 +481,16 @@ class ShardedBucket:
         full = shard.new_empty(self.ranks * len(shard))
         all_gather_into_tensor(full, shard, group=self.group)
         return full
+
+
+def wait_for_weights(buckets):
+    for bucket in buckets:
+        bucket.wait_for_weights()
+
+
+def sum_of_squares(tensors):
+    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+    return torch.stack(torch._foreach_norm(tensors, dtype=dtype)).double().square().sum()
 
 
 def group_parameters(parameters, bucket_bytes, kind_of):
@@ -524,6 +512,85 @@ def group_parameters(parameters, bucket_bytes, kind_of):
 # --- together with another kind of parallelism (docs/two-techniques.md)
 
 
+class ZeRO(BucketedZeRO):
+    """BucketedZeRO that heeds p.placement, which other kinds of parallelism write (see `placed`).
+
+    scopes: {pipeline stage: its module}, of a rank with several stages. Each of them has a backward
+    pass per micro-batch. In stage 2 the pipeline says which one runs: `around`.
+    splits: of HSDP (ZeRO within a node, replicas across nodes): {data group: (the ranks that split
+    this replica, the ranks with the same shards, one of each replica)}."""
+
+    units = ()  # those of fsdp.py
+
+    def __init__(self, model, group, stage, *args, scopes=None, splits=None, **options):
+        self.scopes, self.splits = scopes or {None: model}, splits or {}
+        self.scope, self.inputs_only = None, False  # of the running backward pass, see `around`
+        self.replica_sums = []  # works
+        self.cut_groups = find_cut_groups(model.parameters(), group if stage > 0 else None)
+        self.places = find_places(model, group, self.scopes, self.splits, self.units)
+        super().__init__(model, group, stage, *args, **options)
+        del self.places  # it would keep the parameters that the views have replaced
+        check_zero_composition(self)
+
+    def kind_of(self, p):
+        return *super().kind_of(p), self.places[p]
+
+    def make_bucket(self, parameters, bucket_class=ShardedBucket, **options):
+        place = self.places[parameters[0]]
+        passes = self.microbatches * len(place.scopes)
+        bucket = bucket_class(parameters, place.group, self.stage, passes, **options)
+        bucket.place = place
+        return bucket
+
+    @contextlib.contextmanager
+    def around(self, action):
+        """For Pipeline(..., around=zero.around): an action of the pipeline's."""
+        self.scope = action.stage if action.stage in self.scopes else None
+        self.inputs_only = action.kind == "I"
+        try:
+            yield
+        finally:
+            self.scope, self.inputs_only = None, False
+
+    def _new_queue(self):
+        return [b for b in super()._new_queue() if self.scope in (None, *b.place.scopes)]
+
+    def _reduce_full(self, also=()):
+        if not self.inputs_only:  # I of a split backward: W brings the weights' gradients later
+            super()._reduce_full(also)
+
+    def _reduced(self, bucket):
+        super()._reduced(bucket)
+        across = bucket.place.across
+        if across is not None and bucket.passes_left == 0:
+            work = dist.all_reduce(bucket.gradient_shard, group=across, async_op=True)
+            self.replica_sums.append(work)
+
+    def _reduce_all(self, given_up=False):
+        super()._reduce_all(given_up)
+        for work in self.replica_sums:
+            work.wait()
+        self.replica_sums.clear()
+        for bucket in self.trainable:
+            for group in bucket.place.partial:
+                dist.all_reduce(bucket.gradient_shard, group=group)
+
+    def grad_norm(self, pipeline_group=None):
+        """pipeline_group: the ranks with the other stages of a pipeline."""
+        self.finish()
+        counted = [self.buckets[0].weights.new_zeros(1)]  # this rank may have no part that counts
+        for bucket in self.trainable:
+            parts = bucket.gradient_shard.split(bucket.piece_sizes)
+            for p, part in zip(bucket.parameters, parts):
+                if is_counted(p, self.cut_groups, pipeline_group, bucket.place.across):
+                    counted.append(part)
+        total = sum_of_squares(counted)
+        for group in [self.group if self.stage > 0 else None, *self.cut_groups, pipeline_group]:
+            if group is not None and dist.get_world_size(group) > 1:
+                dist.all_reduce(total, group=group)
+        return total.sqrt()
+
+
 class Place(NamedTuple):
     """Which ranks share a bucket's parameters, and which backward passes bring their gradients."""
 
@@ -535,9 +602,7 @@ class Place(NamedTuple):
 
 
 def find_places(model, group, scopes, splits, units):
-    """{parameter: its Place}. scopes: {pipeline stage: its module} of a rank with several stages.
-    splits: of HSDP (ZeRO within a node, replicas across nodes): {data group: (the ranks that split
-    this replica, the ranks with the same shards, one of each replica)}."""
+    """{parameter: its Place}"""
     of_scope = {scope: set(module.parameters()) for scope, module in scopes.items()}
     of_unit = {unit: set(unit.module.parameters()) for unit in units}
     places = {}
@@ -598,6 +663,9 @@ def check_zero_arguments(zero):
     if kind in NOT_ELEMENTWISE:
         advice = "take AdamW or SGD; for Muon muon.py"
         raise ValueError(f"{kind} needs whole matrices, ZeRO has pieces of them: {advice}")
+
+
+def check_zero_composition(zero):
     if not all(bucket.place.scopes for bucket in zero.trainable):
         raise ValueError("a trained parameter of the model is in none of the scopes")
     for group, across in zero.splits.values():

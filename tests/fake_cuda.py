@@ -81,12 +81,13 @@ class Watch(TorchDispatchMode):
     def __init__(self, groups_must_have_two=False):
         super().__init__()
         self.groups_must_have_two = groups_must_have_two
+        self.pinned = set()  # storages
         self.begin()
 
     def begin(self):
         self.misplaced, self.waits = collections.Counter(), collections.Counter()
         self.collectives, self.kernels = collections.Counter(), 0
-        self.pinned, self.queued = set(), []  # storages; kernels
+        self.queued = []  # kernels
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -108,7 +109,8 @@ class Watch(TorchDispatchMode):
         if on_cuda and self.waits_for_value(name, args, kwargs):
             self.waits[f"{name} at {here()}"] += 1
         self.check_copy(name, args, kwargs)
-        if func.namespace == "aten" and on_cuda and not func.is_view and name not in NOT_KERNELS:
+        nothing = func.is_view or name in NOT_KERNELS or (name == "copy_" and args[0] is args[1])
+        if func.namespace == "aten" and on_cuda and not nothing:
             self.kernels += 1
         if name == "_grouped_mm" and args[0].dtype != torch.bfloat16:
             return grouped_mm_result(*args, **kwargs)
@@ -147,7 +149,8 @@ class Watch(TorchDispatchMode):
             free = len(args) > 2 and args[2]
         else:
             return
-        free = free and source.untyped_storage()._cdata in self.pinned
+        on_host = args[0] if name == "copy_" and target == "cpu" else source
+        free = free and on_host.untyped_storage()._cdata in self.pinned
         if {source.device.type, target} == {"cpu", "cuda"} and not free:
             self.waits[f"copy {source.device.type} to {target} at {here()}"] += 1
 
@@ -239,6 +242,9 @@ def play(script, flags, rank, world):
         with mock.patch.object(FakeTensor, "tolist", lambda _: (None, None)):
             return dryrun.even(dispatch, chunks)
 
+    def synchronize():
+        runs[0].seen.waits[f"synchronize at {here()}"] += 1
+
     def under_fake_tensors(function):
         def call(*args, **kwargs):
             with FakeTensorMode():
@@ -259,6 +265,7 @@ def play(script, flags, rank, world):
         patch(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
         patch(torch.cuda, "get_device_capability", lambda *_: (9, 0))
         patch(torch.cuda, "current_device", lambda: 0)
+        patch(torch.cuda, "synchronize", synchronize)
         patch(expert_parallel.ExpertDispatch, "exchange_counts", exchange_counts)
         import pipeline
 

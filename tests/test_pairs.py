@@ -14,7 +14,7 @@ from tops import in_one_file, refused
 from uses import TOPS, Layout
 
 
-@pytest.mark.parametrize("data", ["zero 2", "fsdp"])
+@pytest.mark.parametrize("data", ["zero 1", "zero 2", "fsdp"])
 def test_a_split_backward_that_nobody_tells_of(copied, data):
     """Else ZeRO reduces gradients that are not complete yet."""
 

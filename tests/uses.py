@@ -323,7 +323,7 @@ class Layout(OneProcess):
 
         length = len(self.place.where) if self.place else self.length
         shape = len(parts[0][0]), length, WIDTH
-        around = {"around": self.sync.around} if self.kind in ("zero 2", "fsdp") else {}
+        around = {"around": self.sync.around} if hasattr(self.sync, "around") else {}
         given = self.schedule, forward, shape, torch.float64, "cpu", self.links
         return float(sum(self.pipeline(*given, **around).run()))
 
