@@ -76,7 +76,7 @@ def problems(case, result):
     if sum(result["waits"][wait] for wait in waits) != ("--offload" in case[1]):
         yield f"the host waits: {result['waits']}"
     # The loss and the norm are read together. train.py's device has the optimizer's step then
-    least = 5 if case[0] == "train" else 0
+    least = 15 if case[0] == "train" else 0
     if result["queued"] is None or result["queued"] < least:
         yield f"{result['queued']} kernels are left when the host waits, at least {least} before"
     if result["kernels"] > most:
