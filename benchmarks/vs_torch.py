@@ -7,6 +7,7 @@ benchmarks.vs_torch
     tensor, sequence       DTensor's parallelize_module, vocabulary and loss cut too, without and
                            with its sequence parallelism
     context                context_parallel(); on a CPU, where it does not run, the ring beneath it
+    documents              twelve documents packed into a row, beside each of them in a padded row
     grouped, experts       all experts on every rank, or dealt out: beside a loop over all experts
                            on every rank, because PyTorch has no expert parallelism
     gpipe .. dualpipev     torch.distributed.pipelining
@@ -24,6 +25,7 @@ alone is in benchmarks.gpu.
 
 import contextlib
 import gc
+import itertools
 import json
 import statistics
 import warnings
@@ -44,6 +46,7 @@ from torch.distributed.tensor import parallel as dtensor
 from torch.distributed.tensor.experimental import context_parallel as their_context_parallel
 from torch.distributed.tensor.experimental._context_parallel import _attention as templates
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.rnn import pad_sequence
 from torch.optim import _muon
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -65,6 +68,7 @@ from harness.start import launch
 from proof.ledger import tensors_in
 from proof.one_process import larger
 from proof.tolerance import FLOOR, TOLERANCE
+from receipts.context_parallel import LENGTHS
 from receipts.pipeline import stage_layers
 
 MICROBATCHES, STEPS = 8, 3  # of a step, of a turn
@@ -140,11 +144,27 @@ def stepper(zero_grad, model, inputs, *after):
 # --- data parallelism. Theirs averages over the ranks: so each loss is a mean over its own rows
 
 
-def our_ddp(job):
+def our_ddp(job, inputs=None):
     model = job.model()
     sync, optimizer = ddp.DDP(model.parameters(), job.group), job.optimizer(model.parameters())
-    step = stepper(sync.zero_grad, model, job.rows(job.count), sync.finish, optimizer.step)
+    inputs = inputs or job.rows(job.count)
+    step = stepper(sync.zero_grad, model, inputs, sync.finish, optimizer.step)
     return Side(step, model.named)
+
+
+def documents(padded, job):
+    """Documents of skewed lengths: packed into this rank's rows, or each in a padded row."""
+    tokens, _, targets, count = job.rows(job.count)
+    lengths = [n * job.config.context // sum(LENGTHS) for n in LENGTHS]
+    if padded:
+        rows = []
+        for t, fill in ((tokens, 0), (targets, gpt.IGNORE)):
+            alone = [document for row in t for document in row.split(lengths)]
+            rows.append(pad_sequence(alone, batch_first=True, padding_value=fill))
+        return our_ddp(job, (rows[0], None, rows[1], count))
+    starts = [end - n for n, end in zip(lengths, itertools.accumulate(lengths)) for _ in range(n)]
+    starts = torch.tensor(starts).expand(len(tokens), -1)
+    return our_ddp(job, (tokens, None, targets, count, None, starts))
 
 
 def their_ddp(job, model=None):
@@ -440,12 +460,16 @@ class Pair(NamedTuple):
 LLAMA = dict(family="llama")  # DTensor and PyTorch's pipelines have nothing for a tied matrix
 EXPERTS = dict(experts=8)
 LOOP = "loop over all experts"
+LONG = dict(context=1024)
 PAIRS = {
     "ddp": Pair("DistributedDataParallel", our_ddp, their_ddp),
     "zero-2": Pair("FSDP2, blocks kept", partial(our_zero, 2), partial(their_fsdp, False)),
     "zero-3": Pair("FSDP2, blocks freed", partial(our_zero, 3), partial(their_fsdp, True)),
     "muon": Pair("torch.optim.Muon", our_muon, their_muon, dict(width=256), ("adamw",)),
     "context": Pair("context_parallel", our_context, their_context, LLAMA | dict(context=2048)),
+    "documents": Pair(
+        "one document a row, padded", partial(documents, False), partial(documents, True), LONG
+    ),
     "grouped": Pair(LOOP, our_ddp, partial(their_experts, False), EXPERTS),
     "experts": Pair(LOOP, our_experts, partial(their_experts, True), EXPERTS),
 }

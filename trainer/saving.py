@@ -102,6 +102,7 @@ class Saver:
         found = {"config": dataclasses.asdict(run.config), "tokenizer": run.corpus.encoding.name}
         if not args.only_sample:
             found |= {"text": run.corpus.digest, "optimizer": args.optimizer, "seed": args.seed}
+            found["documents"] = args.documents
         return found
 
     def pieces(self, index=None, training=True):
