@@ -141,7 +141,7 @@ def estimate(run):
     if run.unit == "GiB":
         tokens = args.batch // gpus * config.context
         theirs_beside = (23552 - 20480) * 2 * tokens * config.layers  # see the top
-        return (rank.memory + theirs_beside) / 2**30
+        return (rank.reserved + (1 + devices.RESERVED) * theirs_beside) / 2**30
     if run.unit == "GB":
         return rank.held["parameters"] / 1e9
     return 300e9 * flops_per_token(config) / 28e12 / 3600 / 8766  # years
@@ -168,9 +168,9 @@ def summary(rows):
         print(f"nine in ten took between {low:.2f} and {high:.2f} times the estimate")
         outside = [f"{run.run} {error:+.0%}" for run, error, _ in times if abs(error) > 0.2]
         print(f"outside: {'; '.join(outside) or 'none'}")
-    memory = [abs(run.error(found)) for run, found in rows if run.unit == "GiB"]
+    memory = [run.error(found) for run, found in rows if run.unit == "GiB"]
     if memory:
-        print(f"memory: at most {max(memory):.0%} off")
+        print(f"memory: {min(memory):+.1%} to {max(memory):+.1%}")
 
 
 def main():

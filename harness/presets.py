@@ -9,6 +9,8 @@ from model import GPT, Config
 
 LLAMA = dict(positions="rope", norm="rmsnorm", mlp="swiglu", bias=False, tied=False)
 LLAMA3 = LLAMA | dict(kv_heads=8, context=8192, vocab=128256, rope_theta=500000.0)
+LLAMA2 = LLAMA | dict(context=4096, vocab=32000)
+QWEN3 = LLAMA | dict(context=8192, vocab=151936, rope_theta=1e6)
 MIXTRAL = LLAMA | dict(kv_heads=8, context=32768, vocab=32000, rope_theta=1e6, experts=8)
 PRESETS = {
     "tiny": dict(),
@@ -16,11 +18,24 @@ PRESETS = {
     "gpt2-medium": dict(layers=24, heads=16, width=1024, context=1024, vocab=50257),
     "gpt2-large": dict(layers=36, heads=20, width=1280, context=1024, vocab=50257),
     "gpt2-xl": dict(layers=48, heads=25, width=1600, context=1024, vocab=50257),
+    "llama-1b": LLAMA2 | dict(layers=22, heads=32, kv_heads=4, width=2048, hidden=5632),
+    "llama2-7b": LLAMA2 | dict(layers=32, heads=32, kv_heads=32, width=4096, hidden=11008),
+    "llama2-13b": LLAMA2 | dict(layers=40, heads=40, kv_heads=40, width=5120, hidden=13824),
+    "llama2-70b": LLAMA2 | dict(layers=80, heads=64, kv_heads=8, width=8192, hidden=28672),
     "llama3-8b": LLAMA3 | dict(layers=32, heads=32, width=4096, hidden=14336),
     "llama3-70b": LLAMA3 | dict(layers=80, heads=64, width=8192, hidden=28672),
     "llama3-405b": LLAMA3 | dict(layers=126, heads=128, width=16384, hidden=53248),
     "mixtral-8x7b": MIXTRAL | dict(layers=32, heads=32, width=4096, hidden=14336),
+    # Sizes alone are theirs: heads of 128, no norm of queries and keys, no latent attention
+    "like-qwen3-32b": QWEN3 | dict(layers=64, heads=40, kv_heads=8, width=5120, hidden=25600),
+    "like-qwen3-30b-a3b": QWEN3
+    | dict(layers=48, heads=16, kv_heads=4, width=2048, hidden=768, experts=128, top_k=8),
+    "like-deepseek-v2-lite": LLAMA2
+    | dict(layers=27, heads=16, kv_heads=16, width=2048, hidden=1408, vocab=102400)
+    | dict(experts=64, top_k=6, shared=2),
 }
+# Llama 3.1 has 3's sizes; its longer sequences have other positions
+PRESETS |= {f"llama3.1-{size}": PRESETS[f"llama3-{size}"] for size in ("8b", "70b", "405b")}
 
 
 def configure(preset="tiny", family=None, **overrides):

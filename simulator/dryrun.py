@@ -43,6 +43,8 @@ import zero_bubble
 from expert_parallel import ExpertDispatch
 from harness import Refused, signals
 from proof.ledger import lasting
+from receipts import pipeline as schedules
+from simulator.devices import RESERVED
 from simulator.meter import META, Meter, Part
 from trainer.large_vocabulary import CHUNK, LeanCrossEntropy
 
@@ -111,7 +113,7 @@ class DryRun(proof.Run):
                 fuse(list(part.blocks.values()), self.ledger)
                 if isinstance(part.loss, LeanCrossEntropy):
                     fuse([part.loss], self.ledger)
-        self.device = META
+        self.device, self.ledger.keeps_shapes = META, self.brief
         self.modes.enter_context(self.ledger)
 
     def steps(self, optimizer, first=0, reference=None):
@@ -186,8 +188,13 @@ class Played(NamedTuple):
 
     @property
     def memory(self):
-        """Bytes of the device at the peak."""
+        """Bytes of the device's tensors at the peak."""
         return sum(self.held.values()) - self.on_host
+
+    @property
+    def reserved(self):
+        """Bytes that torch's allocator has at the peak."""
+        return self.memory + RESERVED * (self.held["gathered"] + self.held["activations_peak"])
 
 
 def attention(q, k, v, is_causal=False, enable_gqa=False):
@@ -214,14 +221,17 @@ def even(dispatch, chunks, exchange=ExpertDispatch.exchange_counts):
     return send, receive, exchange(dispatch, chunks)[-1]
 
 
-def play(args, rank, cluster, train, brief=False, routing=even):
+def play(args, rank, cluster, train, brief=None, routing=even):
     """Play one step of a rank of the layout in `args`. Returns what it did as a Played. Needs a
     process that has no process group.
 
-    train(run, schedule): train.py's own. brief: of the micro-batches only the
-    first and the last, for their times. routing: see `even`."""
+    train(run, schedule): train.py's own. brief: play of the micro-batches only the first and
+    the last, and so many layers of each stage. routing: see `even`."""
     args = copy.copy(args)
     schedule = zero_bubble.find_schedule(args.schedule, args.pp, args.microbatches, args.chunks)
+    if brief:
+        args.layers = brief * (schedule.last + 1)
+        args.shape = args.shape and {**args.shape, "layers": args.layers}
     off = "out", "init_from", "export", "log_to", "profile_to", "plot", "record"
     vars(args).update(dict.fromkeys((*off, "wandb", "tensorboard")))
     # Of three steps the second is played: validation comes after the last. Of islands one is
@@ -238,12 +248,13 @@ def play(args, rank, cluster, train, brief=False, routing=even):
         args.batch, args.microbatches = 2 * args.batch // args.microbatches, 2
     world = args.dp * args.cp * args.tp * args.pp
     with contextlib.ExitStack() as modes:
-        for place, name, stand_in in stand_ins(args, routing):
+        for place, name, stand_in in stand_ins(args, routing, brief):
             modes.enter_context(mock.patch.object(place, name, stand_in))
         modes.enter_context(mock.patch.dict(dist.Backend.backend_capability, fake=["cpu", "meta"]))
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
         modes.callback(dist.destroy_process_group)
         run = DryRun(args, rank, world, cluster, modes)
+        run.brief = bool(brief)
         train(run, schedule)
     meter, actions = run.ledger, run.actions
     held = run.held | {"gathered": meter.gathered_peak}
@@ -257,10 +268,16 @@ def play(args, rank, cluster, train, brief=False, routing=even):
         held=held,
         flops=meter.flops,
         actions=dict(zip(actions, meter.parts[1::2])),
-        rest=Part(*(sum(seconds) for seconds in zip(*meter.parts[::2]))),
+        rest=together(meter.parts[::2]),
         message=meter.message,
         on_host=held["optimizer"] if args.offload else 0,
     )
+
+
+def together(parts):
+    """One Part of several that follow each other."""
+    *sums, _ = (sum(numbers) for numbers in zip(*parts))
+    return Part(*sums, max(part.most for part in parts))
 
 
 def all_alike(found, own, group=None):
@@ -268,12 +285,19 @@ def all_alike(found, own, group=None):
     found[:] = [own] * len(found)
 
 
-def stand_ins(args, routing):
+def own_groups(ranks, new_group=dist.new_group):
+    """In place of new_group: there is nobody to agree with on the groups of others."""
+    own = dist.get_rank() in ranks
+    return new_group(ranks) if own else dist.GroupMember.NON_GROUP_MEMBER
+
+
+def stand_ins(args, routing, brief):
     """(place, name, what takes its place) of functions that need values, or a device."""
     found = [
         (dist, "get_backend", lambda group=None: args.backend),
         (ExpertDispatch, "exchange_counts", routing),
         (dist, "all_gather_object", all_alike),
+        (dist, "new_group", own_groups),
         (torch.Tensor, "tolist", ones),
         # What is chosen by a tensor's device: on meta the same as on a CPU
         (F, "scaled_dot_product_attention", attention),
@@ -283,6 +307,9 @@ def stand_ins(args, routing):
         (sgd, "_device_dtype_check_for_fused", lambda *_, **__: None),
         (torch, "_fused_sgd_", lambda p, grads, *_, **__: torch._foreach_add_(p, grads)),
     ]
+    if brief:
+        alike = [range(i, i + brief) for i in range(0, args.layers, brief)]
+        found.append((schedules, "stage_layers", lambda config, stages: alike))
     if args.backend == "nccl" and not getattr(args, "many_operations_a_norm", False):
         # An operation that reads, writes and keeps the same
         layer_norm = F.layer_norm
@@ -295,14 +322,70 @@ def first_ranks(args, stages):
     return [stage * args.dp * args.cp * args.tp for stage in sorted(set(stages))]
 
 
-def play_all(layouts, cluster, train, brief=False):
-    """[[Played of each rank] of each layout], of pairs (flags, ranks), in as many processes as
-    there are cores."""
+def play_brief(layouts, cluster, train):
+    """[[Played of the first stage's first rank, and of the last's] of each of some layouts], from
+    steps of two micro-batches and of two and three layers a stage. Blocks are alike: each has the
+    same part of seconds and of bytes."""
+    jobs, found = [], []
+    for (args, _), layers in itertools.product(layouts, (2, 3)):
+        jobs.append((args, first_ranks(args, (0, args.pp - 1)), layers))
+    pairs = iter(play_all(jobs, cluster, train))
+    for (args, config), short, long in zip(layouts, pairs, pairs):
+        schedule = zero_bubble.find_schedule(args.schedule, args.pp, args.microbatches, args.chunks)
+        layers = [len(stage) for stage in schedules.stage_layers(config, schedule.last + 1)]
+        found.append([])
+        for two, three in zip(short, long):
+            found[-1].append(stretched(two, three, layers))
+            walk(found[-1][-1], schedule[two.rank // (args.dp * args.cp * args.tp)], args.pp)
+    return found
+
+
+def stretched(two, three, layers):
+    """The Played of a rank whose stages have so many layers, from those with two and three."""
+
+    def at(count, a, b):
+        return a + (b - a) * (count - 2)
+
+    def part_at(count, a, b):
+        return Part(*(at(count, *pair) for pair in zip(a, b)))
+
+    count = sum(layers[stage] for stage in two.stages) / len(two.stages)
+    actions = {}
+    for action, part in two.actions.items():
+        actions[action] = part_at(layers[action.stage], part, three.actions[action])
+    return two._replace(
+        parameters=round(at(count, two.parameters, three.parameters)),
+        held={kind: at(count, size, three.held[kind]) for kind, size in two.held.items()},
+        actions=actions,
+        rest=part_at(count, two.rest, three.rest),
+        on_host=at(count, two.on_host, three.on_host),
+    )
+
+
+def walk(played, row, pp):
+    """Set the activations' peak of a whole step, from what each kind of action leaves and has."""
+    last = max(action.microbatch for action in played.actions)
+    # With --offload the optimizer's step fills the memory of the host
+    alive, peak = {}, 0 if played.on_host else played.rest.most
+    messages = 2 * played.message if pp > 1 else 0  # two are expected
+    for action in row:
+        part = played.actions[action._replace(microbatch=min(action.microbatch, last))]
+        key = action.stage, action.microbatch
+        peak = max(peak, sum(alive.values()) + part.most + messages)
+        alive[key] = alive.get(key, 0) + part.left
+        if action.kind in "BW":
+            del alive[key]
+    played.held["activations_peak"] = peak
+
+
+def play_all(layouts, cluster, train):
+    """[[Played of each rank] of each layout], of triples (flags, ranks, brief), in as many
+    processes as there are cores."""
     # Tensors without values need no GPU. The first backward starts a thread for each, and no fork
     # survives these: so it is now, while there are none
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     (2 * torch.ones((), requires_grad=True)).backward()
-    jobs = [(args, rank, cluster, train, brief) for args, ranks in layouts for rank in ranks]
+    jobs = [(args, rank, cluster, train, brief) for args, ranks, brief in layouts for rank in ranks]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     if len(jobs) == 1:
         played = [play(*jobs[0])]
@@ -312,4 +395,4 @@ def play_all(layouts, cluster, train, brief=False):
         with ProcessPoolExecutor(size, context, signals.die_with_parent) as pool:
             played = list(pool.map(play, *zip(*jobs)))
     found = iter(played)
-    return [[next(found) for _ in ranks] for _, ranks in layouts]
+    return [[next(found) for _ in ranks] for _, ranks, _ in layouts]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import zero_bubble
 from receipts import pipeline as schedules
 from receipts.formulas import flops_per_token
-from simulator.dryrun import first_ranks, play_all
+from simulator.dryrun import play_brief
 from simulator.links import link_of
 from simulator.meter import Part
 
@@ -126,8 +126,7 @@ def on_their_way(row, part_of):
 
 
 def step_of(args, config, cluster, train, sums=None, slower=1.0):
-    """The Estimate of a layout, from two micro-batches of its first, middle and last stage; and
-    what these ranks played. sums, slower: see `estimate`."""
-    ranks = first_ranks(args, (0, args.pp // 2, args.pp - 1))
-    [played] = play_all([(args, ranks)], cluster, train, brief=True)
+    """The Estimate of a layout; and what its first rank and the last stage's first did. sums,
+    slower: see `estimate`."""
+    [played] = play_brief([(args, config)], cluster, train)
     return estimate(args, config, cluster, played, sums, slower), played

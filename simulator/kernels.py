@@ -177,32 +177,6 @@ def flash_rate(kernel, length, head, causal, backward):
     return 1e12 * rate
 
 
-@functools.lru_cache(maxsize=None)
-def block_seconds(config, device, kernel, rows, length, tp, itemsize):
-    """Forward of a block's products and attention, and backward of both, on a rank that has `rows`
-    sequences and `length` tokens of each."""
-    head, tokens = config.width // config.heads, rows * length
-    width, hidden = config.width, config.hidden
-    passes = max(1, config.experts and config.top_k + config.shared)
-    wide = 2 if config.mlp == "swiglu" else 1
-    shapes = [
-        (tokens, (config.heads + 2 * config.kv_heads) * head // tp, width, 1),
-        (tokens, width, width // tp, 1),
-        (tokens * passes, hidden // tp, width, wide),
-        (tokens * passes, width, hidden // tp, 1),
-    ]
-    forward = backward = 0.0
-    for m, n, k, count in shapes:
-        forward += count * product_seconds(device, m, n, k, 1, itemsize)
-        backward += count * product_seconds(device, m, k, n, 1, itemsize)
-        backward += count * product_seconds(device, n, k, m, 1, itemsize)
-    shape = rows, config.heads // tp, length, head
-    options = device, kernel, shape, config.context, True
-    forward += attention_seconds(*options, False, itemsize)
-    backward += attention_seconds(*options, True, itemsize)
-    return forward, backward
-
-
 def between(xs, ys, x):
     """ys at x, straight lines between the xs in their logarithm; at the ends the last value."""
     i = bisect.bisect_left(xs, x)

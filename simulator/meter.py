@@ -2,6 +2,7 @@
 it would take on a described device, and each message its time on the links: those of
 simulator/kernels.py and simulator/links.py."""
 
+import functools
 import math
 import weakref
 from typing import NamedTuple
@@ -20,11 +21,14 @@ LAUNCH = 4.2e-6
 
 
 class Part(NamedTuple):
-    """Seconds of computing, of messages beside it, and of messages that are waited for."""
+    """A span of a step: seconds of computing, of messages beside it, and of messages that are
+    waited for; bytes that it leaves, and those that it has at most, beside what was there."""
 
     compute: float = 0.0
     beside: float = 0.0
     waited: float = 0.0
+    left: float = 0.0
+    most: float = 0.0
 
     @property
     def seconds(self):
@@ -47,6 +51,7 @@ class Meter(ledger.Ledger):
     stages."""
 
     fused = False
+    keeps_shapes = False  # of results that came back once: less exact by some small tensors
 
     def __init__(self, groups, cluster, attention=None, dropout=False, waits=True):
         super().__init__(groups)
@@ -61,6 +66,7 @@ class Meter(ledger.Ledger):
         """Count from now on."""
         # Seconds of computing, of messages beside and waited for, of the host's launches
         self.parts, self.part, self.flops, self.message = [], [0.0] * 4, 0, 0
+        self.before = self.most = self.bytes  # of memory, at the span's begin and at most
         self.counting = True
 
     def stop(self):
@@ -71,8 +77,14 @@ class Meter(ledger.Ledger):
         """End the span since the last call."""
         self.end_kernel()
         compute, beside, waited, launching = self.part
-        self.parts.append(Part(max(compute, launching), beside, waited))
+        memory = self.bytes - self.before, self.most - self.before
+        self.parts.append(Part(max(compute, launching), beside, waited, *memory))
         self.part = [0.0] * 4
+        self.before = self.most = self.bytes
+
+    def _see(self, storage):
+        super()._see(storage)
+        self.most = max(self.most, self.bytes)
 
     def fuse(self, fused):
         """From now on operations are fused, or they are not."""
@@ -102,7 +114,8 @@ class Meter(ledger.Ledger):
         if func is aten._grouped_mm.default:
             out = grouped_mm_result(*args, **kwargs)
         else:
-            out = func(*args, **kwargs)
+            keep = self.keeps_shapes
+            out = without_values(func, args, kwargs) if keep else func(*args, **kwargs)
         if func is aten.native_layer_norm.default:  # its statistics have its type, as on a CPU
             y, *rows = out
             out = y, *(torch.empty_like(row, dtype=y.dtype) for row in rows)
@@ -161,6 +174,47 @@ class Meter(ledger.Ledger):
         waited = not is_async or axis == "ep" and self.waits
         self.part[2 if waited else 1] += self.links[group].seconds(operation, wire)
         self.part[3] += LAUNCH
+
+
+@functools.cache
+def makes_new_tensors(func):
+    """Whether all that an operation gives is new: it is no view, and writes to no argument."""
+    schema = func._schema
+    alone = not any(argument.alias_info for argument in schema.arguments)
+    kinds = {str(value.type) for value in schema.returns}
+    return func.namespace == "aten" and alone and kinds == {"Tensor"}
+
+
+SHAPES = {}  # what is given: what comes back
+
+
+def without_values(func, args, kwargs):
+    """What an operation gives. Torch's rules for it take most of a dry run's time, so shapes that
+    came back once are kept."""
+    if not makes_new_tensors(func):
+        return func(*args, **kwargs)
+    key = func, *map(shape_of, args), *kwargs, *map(shape_of, kwargs.values())
+    if key not in SHAPES:
+        out = func(*args, **kwargs)
+        SHAPES[key] = shape_of(list(out)) if isinstance(out, tuple) else shape_of(out)
+        return out
+
+    def like(shape):
+        if shape is None:  # such as the gradient of a bias that is not there
+            return None
+        return torch.empty_strided(*shape[:2], dtype=shape[2], device=META)
+
+    one = isinstance(SHAPES[key][-1], torch.dtype)
+    return like(SHAPES[key]) if one else tuple(map(like, SHAPES[key]))
+
+
+def shape_of(x):
+    """What of an argument its operation's result depends on."""
+    if isinstance(x, torch.Tensor):
+        return x.shape, x.stride(), x.dtype
+    if isinstance(x, (list, tuple)):
+        return tuple(map(shape_of, x))
+    return x if x is None else (type(x), x)  # 1, 1.0 and True are equal, and give other types
 
 
 def grouped_mm_result(a, b, offs=None, *rest, **options):

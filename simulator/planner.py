@@ -1,132 +1,187 @@
-"""The search of --plan: layouts are ranked by the formulas of rough.py, and the best are played."""
+"""The search of --plan: layouts are ranked by the formulas of rough.py, and the best of each kind
+are played."""
 
 import copy
-import math
+import sys
 from typing import NamedTuple
 
+import harness
 from harness import Refused, zero_flags
+from receipts import formulas, zero
 from simulator import layouts, report
-from simulator.devices import usable_memory
-from simulator.dryrun import check_counts, check_playable, first_ranks, play_all
+from simulator.devices import HEADROOM, RESERVED, beside_allocator
+from simulator.dryrun import check_counts, play_brief
 from simulator.estimate import Estimate, estimate
-from simulator.rough import rough
+from simulator.rough import play_pieces, rough, state_bytes
 
 # Of a plan's layouts one device is the beginning: of it the model and the dtypes are taken
 ONE_DEVICE = dict(dp=1, cp=1, tp=1, pp=1, ep=1, zero=0, microbatches=1, schedule="1f1b")
 ONE_DEVICE |= dict(chunks=None, cp_rings=None, zero_ranks=None, sp=False)
 ONE_DEVICE |= dict(gather_again=False, keep_gathered=False, reduce_once=False)
+ROWS, MOST = 6, 12  # of the table, and layouts that are played for it at most
 
 
 class Candidate(NamedTuple):
-    """A layout: its flags, the Estimate of its step, bytes of the fullest rank, and whether these
-    fit a device beside nccl's communicators and the CUDA context. By formulas, or played."""
+    """A layout: its flags, the Estimate of its step, and the part of a device's memory that it
+    takes, with what the allocator, nccl and CUDA take. By formulas, or played."""
 
     args: object
     step: Estimate
-    held: float
-    fits: bool
+    full: float
+
+    @property
+    def safe(self):
+        return self.full <= 1 - HEADROOM
 
 
 def plan(args, cluster, prepare, train):
-    """Search the layouts of --gpus devices, print the ten best by formulas, and play the best that
-    truly fit."""
-    gpus = args.gpus or args.dp * args.cp * args.tp * args.pp
-    check_counts(gpus)
-    zero_flags.check_ranks("--zero-ranks", args.zero_ranks, gpus, f"{gpus:,} devices", 1)
-    alone = copy.copy(args)
+    """Search the layouts of --gpus devices, and print the best as a table with their commands. For
+    several numbers of devices: the best of each, and a picture."""
+    for gpus in args.gpus:
+        check_counts(gpus)
+        zero_flags.check_ranks("--zero-ranks", args.zero_ranks, gpus, f"{gpus:,} devices", 1)
+    if args.plot or len(args.gpus) > 1:
+        return scaling(args, cluster, prepare, train)
+    config, pieces, tried, rows = search(args, args.gpus[0], cluster, prepare, train)
+    report.print_plan(config, cluster, rows)
+    print(f"\n  {what_would_change(tried, rows[0], config, cluster, pieces)}")
+    report.islands_wait(rows[0].args, config, rows[0].step.seconds)
+
+
+def search(args, gpus, cluster, prepare, train):
+    """(Config, pieces, all Candidates by formulas, those that were played and fit), the safe ones
+    first, and of these the fastest."""
+    args, alone = copy.copy(args), copy.copy(args)
+    if args.param_dtype is None and args.dtype == "float32" and args.optimizer != "muon":
+        alone.param_dtype = "bfloat16"
     vars(alone).update(ONE_DEVICE)
     settled, config = prepare(alone)
-    for name in ("param_dtype", "reduce_dtype", "shape"):
+    for name in ("param_dtype", "reduce_dtype", "shape", "tokenizer"):
         setattr(args, name, getattr(settled, name))
-    tried = []
-    for layout in layouts.candidates(args, config, gpus):
-        parts, held = rough(layout, config, cluster)
-        step, fits = Estimate(sum(parts.values()), parts, 0.0), usable_memory(layout, cluster)
-        tried.append(Candidate(layout, step, held, held <= fits))
-    if not tried:
+    found = list(layouts.candidates(args, config, gpus))
+    memory, what = (
+        cluster.device.memory / 1e9,
+        f"none of {len(found):,} layouts on {gpus:,} devices",
+    )
+    if not found:
         what = f"no layout of {gpus:,} devices suits --batch {args.batch:,} and this model"
         raise Refused(f"{what}: change --batch, --gpus or the heads")
-    fitting = [one for one in tried if one.fits]
+    states = sum(zero.model_states(3, gpus, *state_bytes(formulas.sizes_of(settled, config))))
+    states *= harness.parameter_count(config) / 1e9
+    if states > memory and not args.offload:
+        raise Refused(f"{what} fits {memory:g} GB, states take {states:.0f}: give more --gpus")
+    say(f"{len(found):,} layouts of {gpus:,} devices")
+    pieces = play_pieces(settled, config, found, cluster, train)
+    tried = [by_formulas(layout, config, cluster, pieces) for layout in found]
+    tried.sort(key=lambda one: one.step.seconds)
+    fitting = [one for one in tried if one.full <= 1]
     if not fitting:
-        what = f"none of {len(tried)} layouts on {gpus} devices fits"
-        raise Refused(f"{what} {cluster.device.memory / 1e9:g} GB: give more --gpus")
-    fitting.sort(key=lambda one: one.step.seconds)
-    found = f"{len(tried)} layouts of {gpus:,} devices, of which {len(fitting)} may fit"
-    print(f"{found}; by formulas, without some memory:\n")
-    for i, one in enumerate(fitting[:10]):
-        figures = f"{one.step.seconds:9.4g} s {one.held / 1e9:7.1f} GB"
-        why = why_it_loses(one, fitting[0], cluster) if i else "the best"
-        print(f"  {i + 1:2d}  {figures}   {described(one.args)}: {why}")
+        least = min(one.full for one in tried) * memory
+        raise Refused(f"{what} fits {memory:g} GB, the least is {least:.0f}: give more --gpus")
+    say(f"{len(fitting):,} of them may fit: the best are played")
     played = play_best(fitting, config, cluster, prepare, train)
-    best = played[0]
-    if not best.fits:
-        what = "none of these fits when played, which counts what the formulas leave out"
-        print(f"\n  {what}: lower --batch, or give more --gpus")
-        return
-    print("\n  played, the best first:\n")
-    for i, one in enumerate(played):
-        figures = f"{one.step.seconds:9.4g} s  MFU {one.step.rate / cluster.device.flops:5.1%}"
-        too_much = ""
-        if not one.fits:
-            taken = cluster.device.memory - usable_memory(one.args, cluster)
-            too_much = f": too much, it needs devices of {(one.held + taken) / 1e9:.0f} GB"
-        print(f"  {i + 1}  {figures}  {one.held / 1e9:6.1f} GB   {described(one.args)}{too_much}")
-    report.islands_wait(best.args, config, best.step.seconds)
+    rows = [one for one in played if one.full <= 1]
+    if not rows:
+        least = min(one.full for one in played) * memory
+        what = f"{what} fits {memory:g} GB, the least is {least:.1f}"
+        raise Refused(f"{what}: lower --batch, or give more --gpus")
+    rows.sort(key=lambda one: (not one.safe, one.step.seconds))
+    # Of those that are too full only the faster ones say something
+    if rows[0].safe:
+        rows = [one for one in rows if one.safe or one.step.seconds < rows[0].step.seconds]
+    return config, pieces, tried, rows
 
 
-def described(args):
-    rows = args.batch // args.dp // args.microbatches
-    return f"{layouts.words(args)}, {rows} a micro-batch"
+def say(text):
+    """Progress, beside the answer."""
+    print(text, file=sys.stderr, flush=True)
 
 
-def why_it_loses(one, best, cluster):
-    """In which part of a step a layout loses most to the best, by formulas."""
-    ours, others = one.step.parts, best.step.parts
-    worst = max(ours, key=lambda part: ours[part] - others[part])
-    loss = (ours[worst] - others[worst]) / best.step.seconds
-    if loss < 0.005:
-        return "as fast, by formulas"
-    across = worst == "tensor parallel" and one.args.tp > cluster.node
-    return f"{worst} +{loss:.0%}{' (tp across nodes)' if across else ''}"
+def by_formulas(args, config, cluster, pieces):
+    parts, (lasting, moving) = rough(args, config, cluster, pieces)
+    taken = lasting + (1 + RESERVED) * moving + beside_allocator(args)
+    return Candidate(args, Estimate(sum(parts.values()), parts, 0.0), taken / cluster.device.memory)
 
 
-# --- the best, played
-
-
-def play_best(fitting, config, cluster, prepare, train, wanted=5, most=6):
-    """The Candidates, the best first, of layouts that are played in the order of their formulas,
-    until `wanted` fit, or `most` are played."""
-    candidates = []
-    left_out = 0.0  # bytes: the least that formulas have left out of what was played
-    different = {}
+def play_best(fitting, config, cluster, prepare, train):
+    """Candidates that are played: the fastest by formulas, of each kind until two of it are safe,
+    until ROWS are safe, or MOST are played."""
+    queue, candidates, safe, more = {}, [], {}, {}
     for one in fitting:  # of layouts as fast and as large by formulas one is enough
-        different.setdefault((one.step.seconds, one.held), one)
-    queue = list(different.values())
-    while len(candidates) < most:
-        missing = wanted - sum(candidate.fits for candidate in candidates)
-        batch = []
-        while queue and len(batch) < min(missing, most - len(candidates)):
-            one = queue.pop(0)
-            if one.held + left_out <= usable_memory(one.args, cluster):
-                batch.append(one._replace(args=prepare(one.args)[0]))
-        if not batch:
-            break
-        ends = [first_ranks(one.args, (0, one.args.pp - 1)) for one in batch]
-        jobs = [few_microbatches(one.args, config) for one in batch]
-        for one, ranks in zip(batch, play_all(list(zip(jobs, ends)), cluster, train)):
-            held = max(rank.memory for rank in ranks)
-            fits = held <= usable_memory(one.args, cluster)
-            step = estimate(one.args, config, cluster, ranks)
-            candidates.append(Candidate(one.args, step, held, fits))
-            if not fits:
-                left_out = min(left_out or math.inf, held - one.held)
-    return sorted(candidates, key=lambda one: (not one.fits, one.step.seconds))
+        queue.setdefault((round(one.step.seconds, 6), round(one.full, 4)), one)
+    queue = list(queue.values())
+
+    def kind_of(args):
+        return args.tp > 1, args.pp > 1, args.zero, args.recompute
+
+    while queue and len(candidates) < MOST and sum(safe.values()) < ROWS:
+        batch, left = [], []
+        for one in queue:
+            kind = kind_of(one.args)
+            # more: what formulas left out of the last of its kind
+            if one.full + more.get(kind, 0.0) > 1 or safe.get(kind, 0) > 1:
+                continue
+            alike = sum(kind_of(other.args) == kind for other in batch)
+            enough = len(batch) == 4 or alike
+            (left if enough else batch).append(one)
+        queue = left
+        batch = [one._replace(args=prepare(one.args)[0]) for one in batch]
+        for one, ranks in zip(batch, play_brief([(b.args, config) for b in batch], cluster, train)):
+            taken = max(rank.reserved for rank in ranks) + beside_allocator(one.args)
+            full, kind = taken / cluster.device.memory, kind_of(one.args)
+            candidates.append(Candidate(one.args, estimate(one.args, config, cluster, ranks), full))
+            more[kind] = full - one.full
+            safe[kind] = safe.get(kind, 0) + candidates[-1].safe
+        say(f"{len(candidates)} played, {sum(one.full <= 1 for one in candidates)} of them fit")
+    return candidates
 
 
-def few_microbatches(args, config):
-    """The flags with enough micro-batches for as many in flight as in the whole step."""
-    few = copy.copy(args)
-    few.microbatches = min(args.microbatches, 2 * args.pp)
-    few.batch = args.batch // args.microbatches * few.microbatches
-    check_playable(few, config)
-    return few
+def what_would_change(tried, best, config, cluster, pieces):
+    """A sentence: what by formulas the best layout would be with more memory, slower links or a
+    larger batch, and how much faster."""
+    here = by_formulas(best.args, config, cluster, pieces).step.seconds
+
+    def answer(name, seconds, args):
+        same = layouts.words(args) == layouts.words(best.args)
+        gain = here / seconds - 1
+        return f"{name}: {'the same layout' if same else layouts.words(args)}, {gain:+.0%} tokens/s"
+
+    found = [answer("twice the memory", *fastest(one for one in tried if one.full <= 2))]
+    slow = cluster._replace(inter=cluster.inter / 4)
+    few = [one for one in tried if one.full <= 1 - HEADROOM][:400]
+    again = [by_formulas(one.args, config, slow, pieces) for one in few]
+    found.append(answer("a quarter of --inter", *fastest(again)))
+    twice = []
+    for one in few:
+        args = copy.copy(one.args)
+        args.batch, args.microbatches = 2 * args.batch, 2 * args.microbatches
+        twice.append(by_formulas(args, config, cluster, pieces))
+    seconds, args = fastest(twice)
+    found.append(answer("twice the batch", seconds / 2, args))
+    return f"what would change the answer, by formulas: {'; '.join(found)}"
+
+
+def fastest(candidates):
+    """(seconds, flags) of the fastest."""
+    one = min(candidates, key=lambda one: one.step.seconds)
+    return one.step.seconds, one.args
+
+
+def scaling(args, cluster, prepare, train):
+    """The best safe layout of each number of devices, as a table and a picture."""
+    steps, picture = {}, args.plot
+    harness.check_plot(args)
+    args.plot = None  # of the picture the layouts know nothing
+    for gpus in args.gpus:
+        try:
+            config, _, _, rows = search(args, gpus, cluster, prepare, train)
+        except Refused as problem:
+            say(f"{gpus:,} devices: {problem}")
+            continue
+        if rows[0].safe:
+            steps[gpus] = rows[0]
+    if not steps:
+        raise Refused(f"no layout of {args.gpus} devices fits: give more --gpus")
+    report.print_scaling(args, config, cluster, steps)
+    if picture:
+        report.plot(args, config, cluster, steps, picture)

@@ -1,7 +1,7 @@
-"""What a dry run prints: the table of what ranks hold and send, the step's estimate, and a picture
-of how a layout scales."""
+"""What a dry run prints: the table of what ranks hold and send, and the step's estimate. What a
+plan prints: its table, the commands, and a picture of how a job scales."""
 
-import copy
+import math
 
 import harness
 import zero_bubble
@@ -10,8 +10,8 @@ from proof.ledger import human
 from receipts import diloco, formulas
 from receipts import pipeline as schedules
 from simulator import layouts
-from simulator.devices import usable_memory
-from simulator.estimate import LIKELY, step_of
+from simulator.devices import HEADROOM, beside_allocator
+from simulator.estimate import LIKELY
 from trainer import islands
 
 HEADS = ("weights", "gradients", "optimizer", "gathered", "activations", "at the peak", "FLOPs")
@@ -36,16 +36,23 @@ def report(args, config, cluster, played, step):
 def print_held(args, config, cluster, played):
     schedule = zero_bubble.find_schedule(args.schedule, args.pp, args.microbatches, args.chunks)
     layers = schedules.stage_layers(config, schedule.last + 1)
-    device, usable = device_name(args), usable_memory(args, cluster)
+    device, beside = device_name(args), beside_allocator(args)
     heads = "".join(f"{head:>13s}" for head in HEADS)
     print(f"  {'rank':>6s}{'stage: layers':>20s}{'parameters':>17s}{heads}")
     for rank in played:
         stages = " ".join(f"{s}: {layers[s].start}-{layers[s].stop - 1}" for s in rank.stages)
         sizes = [rank.held[kind] for kind in HELD] + [rank.memory]
         cells = "".join(f" {human(size)}" for size in sizes)
-        fits = f"fits {device}" if rank.memory <= usable else f"too much for {device}"
-        row = f"{rank.rank:6d}{stages:>20s}{rank.parameters:17,}{cells}{rank.flops:13.4g}"
-        print(f"  {row}  {fits}")
+        row = f"{rank.rank:6d}{stages:>20s} {rank.parameters:16,}{cells} {rank.flops:12.4g}"
+        taken = rank.reserved + beside  # with what the allocator, nccl and CUDA take
+        print(f"  {row}  {fits(taken, cluster.device.memory)} {device}")
+
+
+def fits(taken, memory):
+    """Whether so many bytes fit a device, in words that go on with its name."""
+    verdict = "fits" if taken <= memory else "too much for"
+    digits = 0 if abs(taken - memory) > 1e9 else 1 if abs(taken - memory) > 1e8 else 2
+    return f"{taken / 1e9:.{digits}f} of {memory / 1e9:.{digits}f} GB: {verdict}"
 
 
 def print_sent(played):
@@ -59,8 +66,7 @@ def print_sent(played):
 
 
 def print_step(args, config, cluster, step, world):
-    links = f"{cluster.intra / 1e9:g} GB/s inside, {cluster.inter / 1e9:g} GB/s between"
-    print(f"\n  a step on {device_name(args)}, nodes of {cluster.node}, {links}")
+    print(f"\n  a step on {device_name(args)}, {links_of(cluster)}")
     for name, seconds in step.parts.items():
         print(f"    {name:<30s}{seconds:10.4g} s{seconds / step.seconds:8.1%}")
     tokens = args.batch * config.context / step.seconds
@@ -74,13 +80,20 @@ def print_step(args, config, cluster, step, world):
     flops = formulas.flops_per_token(config) * args.batch * config.context
     print(f"    {flops:.4g} model FLOPs a step")
     if args.tokens:
-        print(f"    {args.tokens / tokens / 86400:,.1f} days for {args.tokens:.4g} tokens")
+        print(f"    {days(args, config, step.seconds)} for {args.tokens:.4g} tokens")
     if args.offload:
         print("    not in it: the copies to the host and back, and the host's slower optimizer")
 
 
 def device_name(args):
-    return (args.gpu or "h100").split("=")[0]
+    return (args.gpu or "h100").split("=")[0].lower()
+
+
+def days(args, config, seconds):
+    """The days that --tokens take in steps of so many seconds, and the interval."""
+    took = args.tokens / (args.batch * config.context) * seconds / 86400
+    low, high = (f"{took * factor:,.3g}" for factor in LIKELY)
+    return f"{took:,.3g} days ({low} to {high})"
 
 
 def islands_wait(args, config, seconds):
@@ -109,34 +122,135 @@ def islands_wait(args, config, seconds):
     print(f"    together {tokens / (seconds + waits):,.0f} tokens/s; {ddp}")
 
 
-# --- more devices
+# --- a plan
+
+# A part of a step: what is said of a layout that loses by it
+WHY = {
+    "computing": "smaller products, or more of them",
+    "waiting for messages": "waits for messages of --tp, --cp or --ep",
+    "gradients, weights not hidden": "gradients and weights on their way are not hidden",
+    "pipeline's bubble": "the pipeline's bubble",
+    "after the last action": "norm, optimizer and new weights after the last backward",
+}
 
 
-def plot(args, config, cluster, train, sizes=tuple(2**k for k in range(3, 15))):
-    """Step time, its parts and MFU from 8 to 16,384 devices, as a picture: the layout with more
-    data-parallel ranks, each of which brings as many sequences."""
-    each, steps = args.cp * args.tp * args.pp, {}  # steps: {devices: Estimate}
-    for n in sizes:
-        if n % each:
+def print_plan(config, cluster, rows):
+    """Print the Candidates as a table, the best first; then their commands."""
+    args = rows[0].args
+    gpus, device, tokens = device_count(args), device_name(args), args.batch * config.context
+    print(
+        f"{harness.parameter_count(config):,} parameters, weights in {args.param_dtype}, "
+        f"{args.batch:,} x {config.context:,} = {tokens:,} tokens a step\n"
+        f"{gpus:,} x {device} of {cluster.device.memory / 1e9:g} GB, {links_of(cluster)}\n"
+    )
+    width = max(len(described(one.args)) for one in rows)
+    took = "  days for all tokens" if args.tokens else ""
+    print(f"     {'s a step, 9 of 10 runs':<25s} {'MFU':>6s} {'memory':>7s}{took}  layout")
+    for i, one in enumerate(rows):
+        low, high = (one.step.seconds * factor for factor in LIKELY)
+        step = f"{one.step.seconds:.4g} ({low:.4g} to {high:.4g})"
+        rate = one.step.rate / cluster.device.flops
+        took = f"  {days(args, config, one.step.seconds):<25s}" if args.tokens else ""
+        why = f"  {why_it_loses(one, rows[0])}" if i else ""
+        row = f"{step:<25s} {rate:6.1%} {one.full:7.1%}{took}  {described(one.args):<{width}s}"
+        print(f"  {i + 1:2d} {row}{why}".rstrip())
+    if rows[0].safe:
+        print(f"\n  1 is the fastest that leaves {HEADROOM:.0%} of the memory free, to run it:")
+    else:
+        print(f"\n  none leaves {HEADROOM:.0%} of the memory free: an allocator may need that")
+    for i, one in enumerate(rows):
+        print(f"  {i + 1}:  {command(one.args, config, cluster)}")
+
+
+def device_count(args):
+    return args.dp * args.cp * args.tp * args.pp
+
+
+def links_of(cluster):
+    inside, between = cluster.intra / 1e9, cluster.inter / 1e9
+    return f"nodes of {cluster.node}, {inside:g} GB/s inside, {between:g} GB/s between"
+
+
+def described(args):
+    rows = args.batch // args.dp // args.microbatches
+    return f"{layouts.words(args)}, {rows} a micro-batch"
+
+
+def why_it_loses(one, best):
+    """In which part of a step a layout loses most to the best."""
+    if best.safe and not one.safe and one.step.seconds < best.step.seconds:
+        return "faster, but too full"
+    ours, others = one.step.parts, best.step.parts
+    worst = max(ours, key=lambda part: ours[part] - others[part])
+    lost = f"{one.step.seconds / best.step.seconds - 1:+.0%}: {WHY[worst]}"
+    if worst == "computing" and one.args.recompute != best.args.recompute:
+        lost = lost.replace(WHY[worst], "blocks run again in backward")
+    return lost if one.safe else f"{lost}; too full"
+
+
+# What a command says of the model, of numbers, and of the layout
+MODEL = "preset family init_from layers heads kv_heads width hidden context vocab experts top_k "
+MODEL += "shared dropout optimizer batch dtype param_dtype reduce_dtype compile offload islands "
+LAYOUT = "dp cp tp pp ep sp zero zero_ranks recompute microbatches schedule chunks"
+DEFAULTS = dict(preset="tiny", optimizer="adamw", dtype="float32", recompute="none")
+
+
+def command(args, config, cluster):
+    """The command that trains in a layout."""
+    nodes = -(-device_count(args) // cluster.node)
+    each = device_count(args) // nodes
+    words = [f"torchrun --nnodes={nodes} --nproc_per_node={each}"]
+    if nodes > 1:
+        words.append("--rdzv-backend=c10d --rdzv-endpoint=FIRST_HOST:29500")
+    words.append("train.py")
+    ones = ("dp", "cp", "tp", "pp", "ep", "islands")
+    for name in (MODEL + LAYOUT).split():
+        value = getattr(args, name)
+        usual = DEFAULTS.get(name, 1 if name in ones else None)
+        if value in (usual, None, False) or value == 0 and name != "experts":
             continue
-        one = copy.copy(args)
-        one.dp = n // each
-        one.batch = args.batch // args.dp * one.dp
-        steps[n], _ = step_of(one, config, cluster, train)
-        mfu = steps[n].rate / cluster.device.flops
-        print(f"{n:6,} devices: {steps[n].seconds:9.4g} s, MFU {mfu:5.1%}", flush=True)
-    figure, axes = harness.pyplot().subplots(figsize=(7, 4.5), layout="constrained")
-    names, bottom = [f"{n:,}" for n in steps], [0.0] * len(steps)
-    for part in next(iter(steps.values())).parts:
-        heights = [step.parts[part] for step in steps.values()]
-        axes.bar(names, heights, 0.8, bottom, label=part)
-        bottom = [a + b for a, b in zip(bottom, heights)]
-    axes.set_xticks(range(len(names)), names, rotation=45, ha="right", rotation_mode="anchor")
-    axes.set(xlabel="devices", ylabel="seconds a step")
-    axes.legend(fontsize=8)
+        if (
+            name == "schedule"
+            and args.pp == 1
+            or name == "reduce_dtype"
+            and value == args.param_dtype
+        ):
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        words.append(flag if value is True else f"{flag} {value}")
+    if args.tokens:
+        words.append(f"--steps {math.ceil(args.tokens / (args.batch * config.context))}")
+    return " ".join(words)
+
+
+def print_scaling(args, config, cluster, best):
+    """Print a row for each number of devices. best: {devices: Candidate}."""
+    print(f"  {'devices':>7s} {'s a step':>9s} {'tokens/s a device':>18s} {'MFU':>6s}  layout")
+    for gpus, one in best.items():
+        each = args.batch * config.context / one.step.seconds / gpus
+        took = f", {days(args, config, one.step.seconds)}" if args.tokens else ""
+        rate = one.step.rate / cluster.device.flops
+        row = f"{gpus:7,} {one.step.seconds:9.4g} {each:18,.0f} {rate:6.1%}"
+        print(f"  {row}  {described(one.args)}{took}")
+
+
+def plot(args, config, cluster, best, name):
+    """The same as a picture."""
+    names = [f"{gpus:,}" for gpus in best]
+    each = [args.batch * config.context / one.step.seconds / n for n, one in best.items()]
+    figure, axes = harness.pyplot().subplots(figsize=(8, 4.5), layout="constrained")
+    bars = axes.bar(names, each, 0.7, color="#9ecae1")
+    texts = [layouts.words(one.args).replace(" recompute", "\nrecompute") for one in best.values()]
+    axes.bar_label(bars, texts, fontsize=6, label_type="center", rotation=90)
+    axes.set(xlabel="devices", ylabel="tokens/s a device (bars)")
     right = axes.twinx()
-    right.plot([100 * step.rate / cluster.device.flops for step in steps.values()], "ko-")
-    right.set(ylabel="MFU, % (line)", ylim=(0, 100))
-    more = "more devices by dp, each with as many sequences"
-    figure.suptitle(f"{args.preset}: {layouts.words(args)}, {more}; {device_name(args)}, estimated")
-    harness.save(figure, args.plot)
+    if args.tokens:
+        step = args.batch * config.context * 86400
+        right.plot(names, [args.tokens / step * one.step.seconds for one in best.values()], "ko-")
+        right.set(ylabel=f"days for {args.tokens:.4g} tokens (line)", yscale="log")
+    else:
+        right.plot(names, [one.step.seconds for one in best.values()], "ko-")
+        right.set(ylabel="seconds a step (line)", yscale="log")
+    what = f"{args.batch * config.context:,} tokens a step on {device_name(args)}"
+    figure.suptitle(f"{args.preset}, {what}: the best layout that fits, estimated", fontsize=10)
+    harness.save(figure, name)

@@ -41,7 +41,7 @@ def nothing_starts(monkeypatch, tmp_path):
         (start, "one_rank"),
         (start, "start_ranks"),
         (command, "play_all"),
-        (estimate, "play_all"),
+        (estimate, "play_brief"),
         (zero, "fit"),
         (pipeline, "simulate"),
         (context_parallel, "plot"),

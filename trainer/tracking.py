@@ -19,7 +19,7 @@ def add_flags(parser):
     g = parser.add_argument_group("watching (see trainer/tracking.py)")
     why = "a JSON object a line, in full precision: step, loss, grad_norm, lr, tokens_per_s"
     g.add_argument("--log-to", metavar="FILE", help=why)
-    why = "the loss so far, drawn at each validation; with --dry-run how the layout scales"
+    why = "the loss so far, drawn at each validation; with --plan how a job scales"
     harness.plot_flag(g, why)
     why = "trace the run's third to fifth step with torch.profiler: a file a rank, which "
     why += "ui.perfetto.dev opens on one time axis"
