@@ -34,7 +34,8 @@ def write_receipt(run, layout, counted, sent, held, notes, role=None):
     formulas leave small things out. If anything fails, or can't be written, the exit code is 1.
     """
     counts = [note for note in notes if isinstance(note, Count)]
-    sent, held = (with_formulas(*rows) for rows in zip(counted, (sent, held)))
+    sent = with_formulas(counted[0], sent, 0 if sent else None)
+    held = with_formulas(counted[1], held)
     everyone = run.gather((sent, held, counts, role))
     sent = sent_rows([(rows, role) for rows, _, _, role in everyone])
     held = held_rows([rows for _, rows, _, _ in everyone])
@@ -79,10 +80,11 @@ def write_json(path, result):
         return False
 
 
-def with_formulas(counted, expected):
+def with_formulas(counted, expected, others=None):
     """{key: (what was counted, bytes expected or None, formula as text)}. expected: {key: (bytes,
-    formula)}, or with what was counted as a third entry."""
-    rows = {key: (row, None, "") for key, row in counted.items()}
+    formula)}, or with what was counted as a third entry. others: bytes of what is not among
+    these."""
+    rows = {key: (row, others, "") for key, row in counted.items()}
     for key, (size, formula, *own) in expected.items():
         row = own[0] if own else counted.get(key)
         rows[key] = row, size, formula

@@ -23,6 +23,8 @@ def expected(sizes, group, copies=None, scalars=1, by_torch=True):
     sent = summed(group, scalars * SCALAR, "the loss, 8 bytes")
     if by_torch:
         sent = add(summed(group, common * sizes.reduced, "2 r P e"), sent)
+    else:
+        sent["send", group.name] = None, ""
     if copies is not None:
         sent |= summed(copies, (own - common) * sizes.reduced, "2 r P e of experts")
     return sent, held(sizes)

@@ -363,6 +363,9 @@ no f: tensor_parallel:CopyToGroup.backward
 recomputed without the collectives: tensor_parallel:ReduceFromGroup.forward
     dist.all_reduce(x -> torch._C._current_graph_task_id() < 0 and dist.all_reduce(x
     sgd --tp 2 --recompute block -> step 1, backward ->
+a message that no formula has: tensor_parallel:ReduceFromGroup.forward
+    dist.all_reduce(x -> + dist.broadcast(x.clone(), group_src=0, group=group)
+    sgd --tp 2 -> nothing ->
 partial gradients left partial: sequence_parallel:mark_partial
     if group not in -> if group in
     sgd --tp 2 --sp -> step 1, backward -> add up to the right one: never summed over tp

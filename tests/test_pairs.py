@@ -2,7 +2,6 @@
 one process. (test_copied.py's table trains any two techniques.)"""
 
 import contextlib
-import functools
 
 import pytest
 import torch
@@ -44,11 +43,6 @@ MODEL = {
 }
 
 
-@functools.cache
-def all_tops():
-    return in_one_file(TOPS.split())
-
-
 def code(heading):
     """The indented blocks of a section."""
     _, found, text = PAGE.partition(f"\n## {heading}\n")
@@ -60,7 +54,7 @@ def code(heading):
 @pytest.mark.parametrize("heading", SECTIONS)
 def test_page(copied, heading):
     """Else whoever copies these lines trains another model."""
-    tops = all_tops()  # once for all ranks
+    tops = in_one_file(TOPS.split())  # once for all ranks
 
     def work(rank):
         names = vars(tops) | dict(F=F)
