@@ -322,7 +322,7 @@ def train(run, schedule=None):
     args = run.args
     if schedule is None:
         schedule = zero_bubble.find_schedule(args.schedule, args.pp, args.microbatches, args.chunks)
-        if args.schedule == "dualpipev":
+        if args.schedule == "dualpipev" and args.zero < 3:  # FSDP looks one unit ahead, not two
             schedule = dualpipe.PairedSchedule(schedule.rows)
 
     # What trains: the groups, this rank's part of the model, the optimizer over its replicas

@@ -66,7 +66,7 @@ def of_run(runner, cuts_within):
         rows, chunks = runner.expert_rows.measured, args.expert_chunks
         scalars = 0 if args.zero else 1  # the norm
         tables.append(expert_parallel.expected(sizes, groups["ep"], rows, chunks, scalars))
-        if args.schedule == "dualpipev":
+        if args.schedule == "dualpipev" and args.zero < 3:
             passes = pipeline.stage_layers(config, schedule.last + 1), chunks, sizes.forwards
             notes += dualpipe.notes(runner.expert_rows, schedule, rank, *passes)
     if args.cp > 1:
