@@ -119,7 +119,11 @@ class Job:
 
     def optimizer(self, parameters):
         flags = SimpleNamespace(optimizer=self.kind, lr=KINDS[self.kind][0], weight_decay=0.1)
-        return harness.make_optimizer(parameters, flags)
+        optimizer = harness.make_optimizer(parameters, flags)
+        if self.kind == "sgd":  # DTensors don't take the fused one
+            for group in optimizer.param_groups:
+                group["fused"] = False
+        return optimizer
 
     def rows(self, count):
         """What a model takes of this rank's rows of the batch, its loss divided by `count`."""

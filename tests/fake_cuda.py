@@ -3,8 +3,9 @@
     python tests/fake_cuda.py LIBRARY < cases        LIBRARY: the compiled fakecuda.cpp
 
 A case is a line of JSON, [script, flags, rank, world]. A case plays one training step of that rank,
-the second, under FakeTensorMode on `cuda:0`, with a process group of torch's fake backend. It
-prints what it sees of planted mistakes, and for each case a line of JSON:
+the second, and with --eval-every 2 train.py's validation, under FakeTensorMode on `cuda:0`, with a
+process group of torch's fake backend. It prints what it sees of planted mistakes, and for each case
+a line of JSON:
 
     misplaced   what nccl would refuse: a collective with a tensor that is on the CPU, that is not
                 contiguous, or that has a dtype without a nccl type; and, in train.py, a message in
@@ -45,7 +46,7 @@ import proof
 from proof.ledger import group_in, tensors_in
 from simulator import dryrun
 from simulator.meter import grouped_mm_result
-from trainer import saving
+from trainer import saving, validation
 
 FOLDERS = ("", "harness", "proof", "receipts", "trainer", "simulator", "tests")
 OWN = [os.path.join(ROOT, folder).rstrip("/") for folder in FOLDERS]
@@ -196,6 +197,11 @@ class FakeRun(dryrun.DryRun):
         for self.step in range(2):
             self.seen.begin()
             yield self.step
+        self.note()
+        raise Played
+
+    def note(self):
+        """Keep what the Watch saw of a step."""
         seen = self.seen
         self.result = {
             "misplaced": dict(seen.misplaced),
@@ -204,6 +210,13 @@ class FakeRun(dryrun.DryRun):
             "kernels": seen.kernels,
             "collectives": dict(seen.collectives),
         }
+
+    def after_the_step(self, validate, runner, groups):
+        """train.py's validation, in which the host may wait."""
+        self.note()
+        self.seen.begin()
+        validate(self, runner, groups)
+        self.result["misplaced"] |= self.seen.misplaced
         raise Played
 
 
@@ -273,9 +286,12 @@ def play(script, flags, rank, world):
         if script == "train":
             patch(module, "open_groups", under_fake_tensors(module.open_groups))
         patch(torch, "_foreach_zero_", zero_each)
+        patch(FakeTensor, "__format__", lambda *_: "")
         patch(dist, "all_gather_object", gather_copies)
         patch(torch.cuda, "current_stream", lambda: runs[0].seen)
         patch(saving.Saver, "save_if_due", lambda *_: False)
+        validate = validation.validate
+        patch(validation, "validate", lambda run, *given: run.after_the_step(validate, *given))
         patch(proof.run, "_disable_current_modes", contextlib.nullcontext)
         try:
             module.main()

@@ -31,7 +31,10 @@ def build(config, group, chunks=1, capacity=None, dtype=torch.float64):
     with torch.device("meta"):
         model = gpt.GPT(config)
     return initialize.fill(
-        ep.parallelize_experts(model, group, capacity, chunks), 7, dtype=dtype, take=harness.take
+        ep.parallelize_experts(model, group, capacity=capacity, chunks=chunks),
+        7,
+        dtype=dtype,
+        take=harness.take,
     )
 
 
@@ -67,7 +70,8 @@ def dealt_out(config, capacity=None, chunks=1):
     model = SimpleNamespace(
         config=config, blocks={"1": SimpleNamespace(mlp=moe)}, parameters=moe.parameters
     )
-    return ep.parallelize_experts(model, dist.group.WORLD, capacity, chunks).blocks["1"].mlp
+    options = dict(capacity=capacity, chunks=chunks)
+    return ep.parallelize_experts(model, dist.group.WORLD, **options).blocks["1"].mlp
 
 
 def test_capacity_drops_and_counts(ranks):

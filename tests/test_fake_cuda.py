@@ -13,7 +13,7 @@ import torch
 
 HERE = pathlib.Path(__file__).parent
 SMALL = "--layers 1 --batch 12 --microbatches 2"
-TRAIN = f"{SMALL} --steps 3 --sample 0 --eval-every 0"
+TRAIN = f"{SMALL} --steps 3 --sample 0 --eval-every 2 --eval-batches 1"
 DUALPIPEV = "--layers 4 --microbatches 4 --pp 2 --schedule dualpipev"
 MIXTURE = "--family llama --kv-heads 2 --experts 8"
 
