@@ -131,6 +131,7 @@ class Unit:
     """A module whose weights are gathered before it runs, forward or backward, and freed after."""
 
     def __init__(self, fsdp, module, scope):
+        check_unit(module)
         self.fsdp, self.module, self.scope, self.buckets = fsdp, module, scope, []
         self.previous = self.next_unit = None  # its neighbours in the order of forward
         module.register_forward_pre_hook(self.before_forward)
@@ -267,19 +268,30 @@ class FSDP(ZeRO):
 
 def default_units(module):
     """The items of the outermost containers (the blocks of a list of blocks), and the modules
-    beside them (embedding, head)."""
+    beside them (embedding, head). An item without a forward, as a list in a dict, is descended."""
     containers = nn.ModuleList, nn.ModuleDict, nn.Sequential
-    units = [module]
-    if isinstance(module, containers):
-        units = module.children()
-    elif any(isinstance(m, containers) for m in module.modules()):
+    if has_forward(module) and not any(isinstance(m, containers) for m in module.modules()):
+        units = [module]
+    else:
         units = []
         for child in module.children():
-            units += default_units(child)
+            is_item = isinstance(module, containers) and has_forward(child)
+            units += [child] if is_item else default_units(child)
     return [unit for unit in units if next(unit.parameters(), None) is not None]
 
 
+def has_forward(module):
+    """Else nobody calls it, and its hooks never run."""
+    return type(module).forward is not nn.Module.forward
+
+
 # --- mistakes that would be silent: refused
+
+
+def check_unit(module):
+    if not has_forward(module):
+        kind = type(module).__name__
+        raise ValueError(f"a {kind} has no forward, so it can't be a unit: give the modules in it")
 
 
 def check_state_dict(*_):

@@ -156,8 +156,7 @@ class BucketedZeRO:
         self.optimizer = make_optimizer(pieces)
         # 3  Some modules wait for the new weights themselves
         self.gathered_late = set()
-        for module in gather_before:
-            self._gather_before(module)
+        self._gather_before(gather_before)
         check_zero_arguments(self)
 
     def kind_of(self, p):
@@ -167,12 +166,16 @@ class BucketedZeRO:
     def make_bucket(self, parameters, **options):
         return ShardedBucket(parameters, self.group, self.stage, self.microbatches, **options)
 
-    def _gather_before(self, module):
-        parameters = set(module.parameters())
-        buckets = [b for b in self.buckets if not parameters.isdisjoint(b.parameters)]
-        self.gathered_late.update(buckets)
-        module.register_forward_pre_hook(lambda *_: wait_for_weights(buckets))
-        self.model.register_state_dict_pre_hook(lambda *_: wait_for_weights(buckets))
+    def _gather_before(self, modules):
+        waiting = {p for module in modules for p in module.parameters()}
+        # A weight outside of the modules is read without a wait: step() waits for its bucket
+        late = [bucket for bucket in self.buckets if waiting.issuperset(bucket.parameters)]
+        self.gathered_late.update(late)
+        for module in modules:
+            parameters = set(module.parameters())
+            buckets = [b for b in late if not parameters.isdisjoint(b.parameters)]
+            module.register_forward_pre_hook(functools.partial(wait_before, buckets))
+        self.model.register_state_dict_pre_hook(functools.partial(wait_before, late))
 
     # --- a step
     #
@@ -486,6 +489,11 @@ class ShardedBucket:
 def wait_for_weights(buckets):
     for bucket in buckets:
         bucket.wait_for_weights()
+
+
+def wait_before(buckets, *_):
+    """A hook."""
+    wait_for_weights(buckets)
 
 
 def sum_of_squares(tensors):

@@ -41,6 +41,7 @@ FSDP(model, world, SGD, scopes={0: model[1]})  # in none of the scopes
 FSDP(nn.Linear(4, 4, bias=False), world, torch.optim.{Adafactor | LBFGS | Muon})
     # needs whole matrices
 FSDP(model, world, SGD).model.state_dict()  # weights that are not here
+FSDP(model, world, SGD, units=[nn.ModuleList([model])])  # has no forward, so it can't be a unit
 """,
     "muon": """
 Muon(model, world, {[model[1].bias] | [nn.Parameter(torch.ones(4, 3, 2, 2))]})

@@ -95,6 +95,10 @@ def test_equals_pytorch(ranks):
         # Else a module computes with old weights, or no gather hides behind forward
         with mock.patch.object(zero, "all_gather_into_tensor", LateGather):
             torch.testing.assert_close(ours(2, late=True), expected, rtol=1e-12, atol=1e-12)
+        # The other weights of its bucket are read without a wait
+        two = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        one_waits = zero.ZeRO(two, dist.group.WORLD, 1, torch.optim.SGD, gather_before=two[:1])
+        assert not one_waits.gathered_late
 
     ranks(2, work)
 
@@ -333,12 +337,13 @@ def test_fit(capsys):
 def test_default_units():
     model = initialize.build(CONFIGS["llama"])
     assert fsdp.default_units(model) == [model.embed, *model.blocks.values(), model.head]
-    nested = nn.ModuleDict({"inner": nn.Module(), "norm": nn.LayerNorm(2)})
+    nested = nn.ModuleDict({"norm": nn.LayerNorm(2), "h": nn.ModuleList([nn.Linear(2, 2)])})
     outer = nn.Module()
     outer.inner, outer.out = nn.Module(), nn.Linear(2, 2)
     outer.inner.layers = nn.ModuleList([nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nested])
     outer.inner.embed = nn.Embedding(2, 2)
-    assert fsdp.default_units(outer) == [*outer.inner.layers, outer.inner.embed, outer.out]
+    called = [outer.inner.layers[0], nested["norm"], nested["h"][0]]  # a list or dict never is
+    assert fsdp.default_units(outer) == [*called, outer.inner.embed, outer.out]
     assert fsdp.default_units(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))[0].in_features == 2
 
 
@@ -379,7 +384,6 @@ def test_demo(ranks, text, world):
                 assert demo(run) == 0
                 if rank == 0:
                     check(args, run.result)
-        return len(DEMOS[world])
 
     def check(args, result):
         groups = {row["group"] for row in result["sent"]}
@@ -387,7 +391,7 @@ def test_demo(ranks, text, world):
         assert result["ok"]
         assert args.prove == 0 or max(result["max_error"].values()) < 1e-10
 
-    assert ranks(world, work) == [len(DEMOS[world])] * world
+    ranks(world, work)
 
 
 def test_the_receipt_tells_what_stage_3_gathers(script, tmp_path, monkeypatch):
