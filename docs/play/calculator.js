@@ -246,7 +246,7 @@ const LAYOUT = {
   dp: () => powers(4096),
   ep: (c) => powers(Math.min(modelOf(c).experts || 1, c.dp * c.cp)),
   zero: () => [0, 1, 2, 3],
-  m: (c) => powers(512).filter((m) => m >= least(c)),
+  m: (c) => powers(128).filter((m) => m >= least(c)),
   rows: () => [1, 2, 4, 8],
   recompute: (c) => Object.keys(modelOf(c).kept),
 };
