@@ -1,70 +1,82 @@
-"""The table that docs/play/calculator.js reads: models, devices, and the simulator's times.
+"""The table that docs/play/calculator.js reads: models, devices, and what dry runs played.
 
     python -m benchmarks.play docs/play/table.js
 
-A step's bytes follow from formulas, which the page computes. Of times it has these, for bf16 and
-4 significant digits: of a block and the head, by device, model, tensor-parallel ranks and tokens of
-a micro-batch; of messages, by device, operation, how the ranks lie in nodes, and bytes. And of a
-token the bytes that no lesson's formula has: what a block moves beside products and attention, what
-its backward makes, and what it keeps beside the formula's.
+The table has what follows from no formula, as dry runs of one sequence in bf16 play it: bytes and
+seconds for a token of a block and of the head, on an H100; how many times as long other devices
+take; seconds of messages, by operation, how the ranks lie in nodes, and bytes.
 """
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import harness
+import train
 from harness.presets import PRESETS, configure, parameter_shapes
 from receipts import formulas
 from receipts.pipeline import stage_layers
-from simulator import devices, kernels, links, rough
+from simulator import devices, links
+from simulator.dryrun import play_all
+from simulator.rough import of_one
+from trainer import layout
 
-CUTS = 1, 2, 4, 8, 16  # tensor-parallel ranks; context-parallel ranks
-ROWS = 1, 2, 4, 8  # sequences of a micro-batch
+FIRST = "h100"  # the device that plays all cases; the others play one of each model
+# Tensor-parallel ranks, whether --sp
+SPLITS = [(1, False), *((tp, sp) for tp in (2, 4, 8) for sp in (False, True))]
 SIZES = [2**i for i in range(12, 39, 2)]  # bytes of a message
 RANKS = [2**i for i in range(1, 17)]
 FIELDS = "layers heads kv_heads width vocab context mlp experts top_k shared"
-ELEMENT = 2  # bytes of a weight and of an activation
 
 
 def main():
     p = harness.Parser(__doc__)
     p.add_argument("file", metavar="NAME.js", help="where to write the table")
     args = p.parse_args()
-    text = json.dumps(table(), separators=(",", ":"))
+    text = json.dumps(table(PRESETS), separators=(",", ":"))
     with open(args.file, "w") as file:
         file.write(f"// Written by python -m benchmarks.play\nconst TABLE = {text};\n")
 
 
-def table():
-    names = {name: SimpleNamespace(gpu=name) for name in devices.DEVICES}
-    for given in names.values():
-        vars(given).update(matmul=None, nodes_of=None, intra=None, inter=None)
-    clusters = {name: devices.cluster_of(given) for name, given in names.items()}
-    return {
-        "models": {name: model(configure(name)) for name in PRESETS},
-        "devices": {name: of_device(cluster) for name, cluster in clusters.items()},
-        "sizes": SIZES,
-        "beside": links.BESIDE,
-    }
+def table(names):
+    flags = train.flags()
+    clusters = {n: devices.cluster_of(flags.parse_args(["--gpu", n])) for n in devices.DEVICES}
+    models = {name: model(configure(name)) for name in names}
+    twins = {configure(name): name for name in names}  # some have the same sizes
+    cases = [(name, tp, sp) for name in twins.values() for tp, sp in SPLITS]
+    cases = [case for case in cases if configure(case[0]).kv_heads % case[1] == 0]
+    whole = [(name, 1, False) for name in twins.values()]
+    found = {name: play(whole, c) for name, c in clusters.items() if name != FIRST}
+    found[FIRST] = play(cases, clusters[FIRST])
+    slower = {name: {} for name in clusters}
+    for name in names:
+        twin, of, tokens = twins[configure(name)], models[name], configure(name).context
+        for case, played in found[FIRST].items():
+            if case[0] == twin:
+                amounts = *block_bytes(*played), loss_bytes(*played)
+                of["bytes"].setdefault(case[1], []).append(shorts(n / tokens for n in amounts))
+                of["seconds"].setdefault(case[1], []).append(shorts(seconds(*played, tokens)))
+        for device in clusters:
+            pairs = zip(*(seconds(*found[on][twin, 1, False]) for on in (device, FIRST)))
+            slower[device][name] = shorts(here / first for here, first in pairs)
+    of_devices = {name: of_device(c, slower[name]) for name, c in clusters.items()}
+    constants = dict(beside=links.BESIDE, reserved=devices.RESERVED, context=devices.CONTEXT)
+    constants |= dict(communicator=devices.COMMUNICATOR, sizes=SIZES)
+    return dict(models=models, devices=of_devices) | constants
 
 
-def short(number):
-    return float(f"{number:.4g}")
+def shorts(numbers):
+    """With 4 significant digits."""
+    return [float(f"{number:.4g}") for number in numbers]
 
 
 def model(config):
-    splits = [t for t in CUTS if config.kv_heads % t == 0]
-    tokens = model_tokens(config)
-    kept = {kind: formulas.kept_by_a_block(config, kind) for kind in harness.RECOMPUTATIONS}
     return {name: getattr(config, name) for name in FIELDS.split()} | {
         "parameters": parameters(config),
         "last": [len(stage_layers(config, n)[-1]) for n in range(1, config.layers + 1)],
         "flops": formulas.flops_per_token(config),
-        "kept": kept,
-        "tokens": tokens,
-        "loss": {t: [short(rough.loss_makes(sizes(config, t, n))) for n in tokens] for t in splits},
-        "moves": {t: {k: moves(config, t, k) for k in harness.RECOMPUTATIONS} for t in splits},
+        "kept": {kind: formulas.kept_by_a_block(config, kind) for kind in harness.RECOMPUTATIONS},
+        "bytes": {},
+        "seconds": {},
     }
 
 
@@ -87,66 +99,56 @@ def parameters(config):
     return found
 
 
-def sizes(config, tp, tokens, sp=False):
-    """Of a micro-batch with so many tokens on a rank."""
-    step = dict(sequences=1, length=tokens, tp=tp, sp=sp, e=ELEMENT, masters=True)
-    return formulas.Sizes(config, **step)
+def play(cases, cluster):
+    """{(model, tensor-parallel ranks, whether --sp): [Played of two blocks, of two blocks and the
+    head]}, of one sequence."""
+    jobs, flags = [], train.flags()
+    for name, tp, sp in cases:
+        words = f"--preset {name} --tp {tp} --pp 2 --schedule zb-h1 --batch 1 --microbatches 1"
+        words += " --param-dtype bfloat16 --reduce-dtype float32" + " --sp" * sp
+        args, _ = layout.prepare(flags.parse_args(words.split()))
+        args.backend = "nccl"
+        jobs.append((args, [0, tp], 2))
+    return dict(zip(cases, play_all(jobs, cluster, train.train)))
 
 
-def moves(config, tp, recompute):
-    """[moved, made, kept, put off] bytes of a block per token, without and with --sp."""
-    found = []
-    for sp in (False, True):
-        args = SimpleNamespace(tp=tp, sp=sp, ep=1, recompute=recompute)
-        step = replace(sizes(config, tp, config.context, sp), recompute=recompute)
-        kept = rough.block_kept(args, step, recompute) - formulas.block_bytes(step, recompute)
-        moved, made = rough.block_bytes(args, step), rough.block_makes(args, step)
-        amounts = moved, made, kept, rough.block_puts_off(step)
-        found.append([short(amount / config.context) for amount in amounts])
-    return found
+def by_kind(played):
+    return {action.kind: part for action, part in played.actions.items()}
 
 
-def of_device(cluster):
-    blocks = {}
-    for name in PRESETS:
-        config = configure(name)
-        splits = [t for t in CUTS if config.kv_heads % t == 0]
-        blocks[name] = {t: times(config, cluster.device, t) for t in splits}
-    messages = {}
-    for operation in ("all_gather", "all_reduce", "send"):
-        messages[operation] = {
-            each: [message(cluster, operation, n, each) for n in RANKS] for each in (1, 2, 4, 8)
-        }
-    return {
-        "memory": cluster.device.memory,
-        "context": devices.CONTEXT,
-        "communicator": devices.COMMUNICATOR,
-        "flops": cluster.device.flops,
-        "moving": short(1 / kernels.moving_seconds(cluster.device, 1)),
-        "blocks": blocks,
-        "messages": messages,
+def block_bytes(blocks, last):
+    """Bytes that a block keeps from forward to backward, that its backward makes, and that wait for
+    weights' gradients which come later."""
+    parts = {kind: of_one(part) for kind, part in by_kind(blocks).items()}
+    kept = parts["F"].left
+    return kept, max(part.most for part in parts.values()), kept + parts["I"].left
+
+
+def loss_bytes(blocks, last):
+    """Bytes of the head and the loss at their most."""
+    parts = by_kind(last)
+    kept = parts["F"].left - by_kind(blocks)["F"].left
+    return kept + max(part.most - max(0, part.left) for part in parts.values())
+
+
+def seconds(blocks, last, tokens=1):
+    """Forward, gradients of inputs and of weights, of a block for a token; of the head for a token;
+    of the optimizer's step for a parameter."""
+    parts = [by_kind(played) for played in (blocks, last)]
+    block, with_head = ([of[kind].compute for kind in "FIW"] for of in parts)
+    step = blocks.rest.compute / blocks.parameters
+    head = sum(with_head) - sum(block)
+    return *(second / 2 / tokens for second in block), head / tokens, step
+
+
+def of_device(cluster, slower):
+    operations, in_node = ("all_gather", "all_reduce", "send"), (1, 2, 4, 8)
+    messages = {
+        operation: {each: [message(cluster, operation, n, each) for n in RANKS] for each in in_node}
+        for operation in operations
     }
-
-
-def times(config, device, tp):
-    """[forward, gradients of inputs, gradients of weights, head] for each number of tokens."""
-    found, kernel = [], kernels.family(device).attention
-    for tokens in model_tokens(config):
-        shape = 1, tokens, tp, ELEMENT
-        forward, backward = kernels.block_seconds(config, device, kernel, *shape)
-        queries = 1, config.heads // tp, tokens, config.width // config.heads
-        attention = kernels.attention_seconds(device, kernel, queries, config.context, True, True)
-        weights = (backward - attention) / 2
-        head = tokens, config.vocab // tp, config.width
-        product = 3 * kernels.product_seconds(device, *head, 1, ELEMENT)
-        # The loss passes over the logits twelve times in 32 bits, and converts them twice
-        loss = kernels.moving_seconds(device, 60 * tokens * head[1])
-        found.append([short(x) for x in (forward, backward - weights, weights, product + loss)])
-    return found
-
-
-def model_tokens(config):
-    return sorted({rows * config.context // cp for rows in ROWS for cp in CUTS})
+    device = cluster.device
+    return dict(memory=device.memory, flops=device.flops, slower=slower, messages=messages)
 
 
 def message(cluster, operation, ranks, each):
@@ -154,7 +156,7 @@ def message(cluster, operation, ranks, each):
     if each > ranks:
         return None
     link = links.Link(ranks, ranks // each, cluster.intra, cluster.inter * each)
-    return [short(link.seconds(operation, size)) for size in SIZES]
+    return shorts(link.seconds(operation, size) for size in SIZES)
 
 
 if __name__ == "__main__":

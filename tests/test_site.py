@@ -21,9 +21,11 @@ from conftest import ROOT
 import receipts.train
 import train
 import zero_bubble
+from benchmarks import play
 from harness.presets import PRESETS, configure
 from receipts import pipeline
 from receipts.formulas import Group
+from simulator import devices
 from trainer import layout
 
 
@@ -208,6 +210,14 @@ def test_bytes_are_those_of_receipts(address, browser, monkeypatch):
 NAMES = {"parameters": "weights", "activations_peak": "activations"}
 
 
+def test_the_table_is_of_dry_runs(address, browser, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    [played] = play.play([("tiny", 1, False)], devices.cluster_of(FLAGS.parse_args([]))).values()
+    browser.open(f"{address}/play/calculator.html")
+    *found, _ = browser.run("TABLE.models.tiny.bytes[1][0]")
+    assert found == pytest.approx([n / 128 for n in play.block_bytes(*played)], rel=1e-3)
+
+
 def test_schedules_are_pythons(address, browser):
     sizes = range(1, 6), (1, 2, 3, 4, 6, 9, 10, 12)
     cases = list(itertools.product(zero_bubble.ALL_SCHEDULES, *sizes, (2,)))
@@ -251,23 +261,15 @@ def test_settings_by_keyboard(address, browser):
     assert {"dp", "pp"} <= {*reached} and browser.run(SETTINGS)["zero"] == "0"
     assert browser.run("document.activeElement.getAttribute('aria-valuetext')") == "0"
     assert browser.run(memory) != before and "too much" in browser.run(memory)
-    assert "--dp 8 --batch" in browser.run("document.getElementById('command').textContent")
-    # The same address shows the same
-    shown = browser.run("location.href"), browser.run("document.querySelector('.play').innerText")
-    browser.open(shown[0])
-    assert (
-        browser.run("location.href"),
-        browser.run("document.querySelector('.play').innerText"),
-    ) == shown
-
-
-def test_copies_the_command(address, browser):
     browser.ask("Browser.grantPermissions", permissions=["clipboardReadWrite"])
-    browser.open(f"{address}/play/calculator.html")
     browser.run("document.querySelector('.command button').focus()")
     browser.press("Enter")
-    copied = browser.run("navigator.clipboard.readText()")
-    assert copied == browser.run("document.getElementById('command').textContent")
+    assert "--dp 8 --batch" in browser.run("navigator.clipboard.readText()")
+    # The same address shows the same
+    all_of_it = "[location.href, document.querySelector('.play').innerText]"
+    shown = browser.run(all_of_it)
+    browser.open(shown[0])
+    assert browser.run(all_of_it) == shown
 
 
 def test_steps_by_keyboard(address, browser):

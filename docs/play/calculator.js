@@ -16,11 +16,7 @@ function sized(c) {
     ends.push(ends[i] + Math.floor(left / others) + (i >= others - (left % others)));
   ends.push(x.layers);
   const n = (c.rows * x.context) / c.cp, again = c.recompute === "half" || c.recompute === "block";
-  // Of a block and micro-batch, beside the formulas. Bytes: moved beside products and attention;
-  // made in backward; kept beside the formula's; kept for weights' gradients that come later
-  const moves = x.moves[c.tp][c.recompute][+c.sp].map((each) => each * n);
-  const at = x.tokens.indexOf(n), data = c.dp * c.cp; // at: of the table's numbers of tokens
-  return { ...c, x, all, owner, ends, moves, n, at, data, forwards: again ? 2 : 1 };
+  return { ...c, x, all, owner, ends, n, data: c.dp * c.cp, forwards: again ? 2 : 1 };
 }
 
 // A rank's parameters, each with the units (blocks, ends) and the stages that use it.
@@ -145,7 +141,11 @@ function rankOf(c, rank) {
   own.sent = sentBy(c, own, buckets);
   // Blocks x micro-batches that wait for backward; those of which only weights' gradients wait
   let flying = 0, later = 0, most = 0, bytes = 0;
-  const kept = blockBytes(c, c.recompute), [, made, beside, put] = c.moves;
+  const kept = blockBytes(c, c.recompute), without = blockBytes(c, "none") - kept;
+  // Played, without recomputation. What is not kept is made again, for one block at a time
+  const [keeps, makes, put, loss] = c.x.bytes[c.tp][+c.sp].map((each) => each * c.n);
+  const again = c.forwards > 1 ? without : 0, made = makes + without - again;
+  const beside = c.recompute === "block" ? 0 : keeps - kept - without;
   for (const { kind, stage } of row) {
     flying += { F: 1, I: -1, W: 0, B: -1 }[kind] * layers(stage);
     later += { F: 0, I: 1, W: -1, B: 0 }[kind] * layers(stage);
@@ -155,24 +155,27 @@ function rankOf(c, rank) {
   const split = (stage) => sum(buckets.map((b) => (c.zero >= stage ? b.length : b.size)));
   // Whole gradients: of two buckets, in stage 3 of two blocks
   const whole = [0, 0, 2 * BUCKET, (2 * own.parameters) / own.blocks][c.zero] * REDUCED;
-  const loss = own.head ? c.x.loss[c.tp][c.at] : 0;
   own.held = {
     weights: split(3) * E,
     gathered: peak * E,
     gradients: split(2) * REDUCED,
     optimizer: split(1) * STATES,
-    activations: most * kept + (c.forwards - 1) * (blockBytes(c, "none") - kept),
-    working: Math.max(0, bytes - most * kept) + Math.max(made + whole, loss),
-    context: TABLE.devices[c.device].context,
+    activations: most * kept + again,
+    working: Math.max(0, bytes - most * kept) + Math.max(made + whole, own.head ? loss : 0),
   };
+  const { gathered, activations, working } = own.held, { communicator, reserved } = TABLE;
+  const groups = [c.tp, c.data, c.cp, c.pp, c.tp * c.data * c.pp, ...repeat(5, () => c.pp)];
+  if (c.ep > 1) groups.push(c.ep, c.data / c.ep);
+  const fixed = TABLE.context + communicator * groups.filter((n) => n > 1).length;
+  own.held.reserved = fixed + reserved * (gathered + activations + working);
   return own;
 }
 
 // --- the whole step
 
 function step(settings) {
-  const c = sized(settings), { x, moves } = c, device = TABLE.devices[c.device];
-  const ranks = c.all.map((_, rank) => rankOf(c, rank));
+  const c = sized(settings), { x } = c, device = TABLE.devices[c.device];
+  const ranks = c.all.map((_, rank) => rankOf(c, rank)), { blocks, sent } = ranks[0];
   // Seconds of a message of which each rank sends `size` bytes. stride: from one rank to the next
   const message = (operation, ranks, stride, size) => {
     if (ranks === 1 || !size) return 0;
@@ -183,9 +186,9 @@ function step(settings) {
     return row[i] * (row[i + 1] / row[i]) ** (at - i); // each of these sizes is 4 of the last
   };
   // Of a block and a micro-batch: computing, and messages that it waits for
-  const [forward, inputs, weights, head] = device.blocks[c.model][c.tp][c.at];
-  const other = moves[0] / device.moving, { blocks, sent } = ranks[0], each = blocks * c.m;
-  const again = { block: forward, half: forward / 2 }[c.recompute] || 0;
+  const played = x.seconds[c.tp][+c.sp].map((each, i) => each * device.slower[c.model][i]);
+  const [forward, inputs, weights, head] = played.map((each) => each * c.n);
+  const each = blocks * c.m, again = { block: forward, half: forward / 2 }[c.recompute] || 0;
   const ring = message("send", c.cp, c.tp, sent.ring / each);
   const waits = {
     tensor: 8 * message("all_gather", c.tp, 1, sent.tensor / each / 8),
@@ -195,8 +198,7 @@ function step(settings) {
   const time = ({ kind, stage }) => {
     const layers = c.ends[stage + 1] - c.ends[stage], wait = total(waits) / 2;
     const top = stage === c.owner.length - 1 ? head / 3 : 0, w = layers * weights + top;
-    const f = layers * (forward + 0.4 * other + wait) + top;
-    const i = layers * (inputs + again + 0.6 * other + wait) + top;
+    const f = layers * (forward + wait) + top, i = layers * (inputs + again + wait) + top;
     return { F: f, I: i, W: w, B: i + w }[kind];
   };
   const transfer = message("send", 2, c.data * c.tp, (c.n * x.width * E) / (c.sp ? c.tp : 1));
@@ -213,14 +215,12 @@ function step(settings) {
   const [beside, meanwhile] =
     c.zero === 3 ? [sums + gathers, busy] : [sums, ((2 / 3) * busy * times) / c.m];
   const slowed = Math.max(beside, meanwhile + (1 - 1 / TABLE.beside) * beside) - meanwhile;
-  const added = (c.m * own.parameters * 2 * (E + REDUCED)) / device.moving; // gradients, added up
   const seconds = {
-    computing: busy - total(waits) * passes + added,
+    computing: busy - total(waits) * passes,
     ...Object.fromEntries(Object.entries(waits).map(([kind, wait]) => [kind, wait * passes])),
     bubble: Math.max(...spans.map((row) => row[row.length - 1].end)) - busy,
     data: slowed + (c.zero === 3 ? 0 : gathers),
-    // Bytes of a parameter that the norm, clipping and AdamW move
-    optimizer: (46 * own.parameters) / (c.zero ? c.data : 1) / device.moving,
+    optimizer: (played[4] * own.parameters) / (c.zero ? c.data : 1),
   };
   const devices = c.data * c.tp * c.pp;
   const speed = (c.dp * c.m * c.rows * x.context) / total(seconds); // tokens/s
@@ -239,7 +239,7 @@ const LAYOUT = {
   device: () => Object.keys(TABLE.devices),
   schedule: () => Object.keys(SCHEDULES),
   chunks: (c) => (c.schedule === "interleaved" ? [2, 3, 4] : [2]),
-  tp: (c) => Object.keys(modelOf(c).moves).map(Number),
+  tp: (c) => Object.keys(modelOf(c).bytes).map(Number),
   sp: (c) => (c.tp > 1 ? [false, true] : [false]),
   cp: (c) => powers(16).filter((n) => modelOf(c).context % (2 * n * c.tp) === 0),
   pp: (c) => powers(64).filter((n) => n * stagesOf(c) <= modelOf(c).layers),
@@ -250,7 +250,7 @@ const LAYOUT = {
   rows: () => [1, 2, 4, 8],
   recompute: (c) => Object.keys(modelOf(c).kept),
 };
-const START = { model: "llama3-8b", device: "h100", schedule: "1f1b", dp: 8, zero: 3, m: 2 };
+const START = { model: "llama3-8b", device: "h200", schedule: "1f1b", dp: 8, zero: 3, m: 2 };
 const DEFAULTS = { dp: 1, tp: 1, sp: false, pp: 1, cp: 1, ep: 1, zero: 0, chunks: 2 };
 Object.assign(DEFAULTS, { recompute: "none", schedule: "1f1b" });
 function commandOf(c, devices) {
