@@ -37,8 +37,8 @@ class Cluster(NamedTuple):
 # published rows of memory (TorchTitan 8B, see benchmarks/published.py): their mean. The rows on 8
 # and on 128 devices differ by 14 GiB of lasting states, and not in what is reserved beside them
 RESERVED = 0.13
-# What a plan leaves free: each of the three rows, by the mean of the other two, is at most this
-# part of it above its estimate
+# What a plan leaves free: a row that is estimated by the mean of the other two has reserved at most
+# 4.8% more than its estimate (docs/without-a-cluster.md)
 HEADROOM = 0.05
 # What a device holds beside that. A communicator of nccl has a buffer of NCCL_BUFFSIZE = 4 MiB
 # for each of up to 32 channels, to send and to receive (NVIDIA, NCCL's environment variables). A

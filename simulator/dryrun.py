@@ -113,7 +113,7 @@ class DryRun(proof.Run):
                 fuse(list(part.blocks.values()), self.ledger)
                 if isinstance(part.loss, LeanCrossEntropy):
                     fuse([part.loss], self.ledger)
-        self.device, self.ledger.keeps_shapes = META, self.brief
+        self.device = META
         self.modes.enter_context(self.ledger)
 
     def steps(self, optimizer, first=0, reference=None):
@@ -254,7 +254,6 @@ def play(args, rank, cluster, train, brief=None, routing=even):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
         modes.callback(dist.destroy_process_group)
         run = DryRun(args, rank, world, cluster, modes)
-        run.brief = bool(brief)
         train(run, schedule)
     meter, actions = run.ledger, run.actions
     held = run.held | {"gathered": meter.gathered_peak}

@@ -51,7 +51,6 @@ class Meter(ledger.Ledger):
     stages."""
 
     fused = False
-    keeps_shapes = False  # of results that came back once: less exact by some small tensors
 
     def __init__(self, groups, cluster, attention=None, dropout=False, waits=True):
         super().__init__(groups)
@@ -114,8 +113,7 @@ class Meter(ledger.Ledger):
         if func is aten._grouped_mm.default:
             out = grouped_mm_result(*args, **kwargs)
         else:
-            keep = self.keeps_shapes
-            out = without_values(func, args, kwargs) if keep else func(*args, **kwargs)
+            out = without_values(func, args, kwargs)
         if func is aten.native_layer_norm.default:  # its statistics have its type, as on a CPU
             y, *rows = out
             out = y, *(torch.empty_like(row, dtype=y.dtype) for row in rows)
@@ -180,7 +178,9 @@ class Meter(ledger.Ledger):
 def makes_new_tensors(func):
     """Whether all that an operation gives is new: it is no view, and writes to no argument."""
     schema = func._schema
-    alone = not any(argument.alias_info for argument in schema.arguments)
+    # _unsafe_view gives a view, and its schema does not say so
+    alone = func.overloadpacket.__name__ not in FREE
+    alone &= not any(argument.alias_info for argument in schema.arguments)
     kinds = {str(value.type) for value in schema.returns}
     return func.namespace == "aten" and alone and kinds == {"Tensor"}
 

@@ -59,10 +59,8 @@ def search(args, gpus, cluster, prepare, train):
     for name in ("param_dtype", "reduce_dtype", "shape", "tokenizer"):
         setattr(args, name, getattr(settled, name))
     found = list(layouts.candidates(args, config, gpus))
-    memory, what = (
-        cluster.device.memory / 1e9,
-        f"none of {len(found):,} layouts on {gpus:,} devices",
-    )
+    memory = cluster.device.memory / 1e9
+    what = f"none of {len(found):,} layouts on {gpus:,} devices"
     if not found:
         what = f"no layout of {gpus:,} devices suits --batch {args.batch:,} and this model"
         raise Refused(f"{what}: change --batch, --gpus or the heads")
@@ -139,32 +137,36 @@ def play_best(fitting, config, cluster, prepare, train):
 def what_would_change(tried, best, config, cluster, pieces):
     """A sentence: what by formulas the best layout would be with more memory, slower links or a
     larger batch, and how much faster."""
-    here = by_formulas(best.args, config, cluster, pieces).step.seconds
 
-    def answer(name, seconds, args):
-        same = layouts.words(args) == layouts.words(best.args)
-        gain = here / seconds - 1
-        return f"{name}: {'the same layout' if same else layouts.words(args)}, {gain:+.0%} tokens/s"
+    def formulas(args, links=cluster):
+        return by_formulas(args, config, links, pieces)
 
-    found = [answer("twice the memory", *fastest(one for one in tried if one.full <= 2))]
-    slow = cluster._replace(inter=cluster.inter / 4)
-    few = [one for one in tried if one.full <= 1 - HEADROOM][:400]
-    again = [by_formulas(one.args, config, slow, pieces) for one in few]
-    found.append(answer("a quarter of --inter", *fastest(again)))
+    here = formulas(best.args).step.seconds
+
+    def answer(name, own, others, batches=1):
+        """own: the best layout, so changed. Formulas can't tell less than 2% from nothing."""
+        first = min(others, key=lambda one: one.step.seconds)
+        if first.step.seconds > 0.98 * own.step.seconds:
+            first = own
+        words = layouts.words(first.args)
+        words = "the same layout" if words == layouts.words(best.args) else words
+        gain = round(100 * (batches * here / first.step.seconds - 1)) + 0.0
+        return f"{name}: {words}, {gain:+.0f}% tokens/s"
+
+    larger = [one for one in tried if one.full <= 2 * (1 - HEADROOM)]
+    found = [answer("twice the memory", formulas(best.args), larger)]
+    few = [one.args for one in tried if one.full <= 1 - HEADROOM][:400]
+    if report.device_count(best.args) > cluster.node:
+        slow = cluster._replace(inter=cluster.inter / 4)
+        again = [formulas(args, slow) for args in few]
+        found.append(answer("a quarter of --inter", formulas(best.args, slow), again))
     twice = []
-    for one in few:
-        args = copy.copy(one.args)
+    for args in (best.args, *few):
+        args = copy.copy(args)
         args.batch, args.microbatches = 2 * args.batch, 2 * args.microbatches
-        twice.append(by_formulas(args, config, cluster, pieces))
-    seconds, args = fastest(twice)
-    found.append(answer("twice the batch", seconds / 2, args))
+        twice.append(formulas(args))
+    found.append(answer("twice the batch", twice[0], twice, 2))
     return f"what would change the answer, by formulas: {'; '.join(found)}"
-
-
-def fastest(candidates):
-    """(seconds, flags) of the fastest."""
-    one = min(candidates, key=lambda one: one.step.seconds)
-    return one.step.seconds, one.args
 
 
 def scaling(args, cluster, prepare, train):

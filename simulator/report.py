@@ -66,7 +66,7 @@ def print_sent(played):
 
 
 def print_step(args, config, cluster, step, world):
-    print(f"\n  a step on {device_name(args)}, {links_of(cluster)}")
+    print(f"\n  a step on {device_name(args)}, {links_of(args, cluster)}")
     for name, seconds in step.parts.items():
         print(f"    {name:<30s}{seconds:10.4g} s{seconds / step.seconds:8.1%}")
     tokens = args.batch * config.context / step.seconds
@@ -92,8 +92,8 @@ def device_name(args):
 def days(args, config, seconds):
     """The days that --tokens take in steps of so many seconds, and the interval."""
     took = args.tokens / (args.batch * config.context) * seconds / 86400
-    low, high = (f"{took * factor:,.3g}" for factor in LIKELY)
-    return f"{took:,.3g} days ({low} to {high})"
+    each = [f"{x:,.0f}" if x >= 100 else f"{x:.3g}" for x in (took, *(took * f for f in LIKELY))]
+    return f"{each[0]} days ({each[1]} to {each[2]})"
 
 
 def islands_wait(args, config, seconds):
@@ -141,21 +141,21 @@ def print_plan(config, cluster, rows):
     print(
         f"{harness.parameter_count(config):,} parameters, weights in {args.param_dtype}, "
         f"{args.batch:,} x {config.context:,} = {tokens:,} tokens a step\n"
-        f"{gpus:,} x {device} of {cluster.device.memory / 1e9:g} GB, {links_of(cluster)}\n"
+        f"{gpus:,} x {device} of {cluster.device.memory / 1e9:g} GB, {links_of(args, cluster)}\n"
     )
     width = max(len(described(one.args)) for one in rows)
-    took = "  days for all tokens" if args.tokens else ""
+    took = f"  {'days for all tokens':<25s}" if args.tokens else ""
     print(f"     {'s a step, 9 of 10 runs':<25s} {'MFU':>6s} {'memory':>7s}{took}  layout")
     for i, one in enumerate(rows):
         low, high = (one.step.seconds * factor for factor in LIKELY)
-        step = f"{one.step.seconds:.4g} ({low:.4g} to {high:.4g})"
+        step = f"{one.step.seconds:.4g} ({low:.3g} to {high:.3g})"
         rate = one.step.rate / cluster.device.flops
         took = f"  {days(args, config, one.step.seconds):<25s}" if args.tokens else ""
         why = f"  {why_it_loses(one, rows[0])}" if i else ""
         row = f"{step:<25s} {rate:6.1%} {one.full:7.1%}{took}  {described(one.args):<{width}s}"
         print(f"  {i + 1:2d} {row}{why}".rstrip())
     if rows[0].safe:
-        print(f"\n  1 is the fastest that leaves {HEADROOM:.0%} of the memory free, to run it:")
+        print(f"\n  1 is the fastest that leaves {HEADROOM:.0%} of the memory free. To run each:")
     else:
         print(f"\n  none leaves {HEADROOM:.0%} of the memory free: an allocator may need that")
     for i, one in enumerate(rows):
@@ -166,9 +166,10 @@ def device_count(args):
     return args.dp * args.cp * args.tp * args.pp
 
 
-def links_of(cluster):
+def links_of(args, cluster):
     inside, between = cluster.intra / 1e9, cluster.inter / 1e9
-    return f"nodes of {cluster.node}, {inside:g} GB/s inside, {between:g} GB/s between"
+    usual = "" if args.intra or args.inter else " (usual ones: --intra, --inter set yours)"
+    return f"nodes of {cluster.node}, {inside:g} GB/s inside, {between:g} GB/s between{usual}"
 
 
 def described(args):

@@ -147,12 +147,8 @@ def rank_held(args, sizes, rank, piece, rows):
 def rough(args, config, cluster, pieces):
     """({part of a step: seconds}, (bytes that last, bytes that come and go) of the fullest rank)"""
     sizes = formulas.sizes_of(args, config, args.dp, length=config.context // args.cp)
-    pp, m, chunks, piece = (
-        args.pp,
-        args.microbatches,
-        args.chunks or 1,
-        pieces[args.tp, args.cp, args.recompute],
-    )
+    pp, m, chunks = args.pp, args.microbatches, args.chunks or 1
+    piece = pieces[args.tp, args.cp, args.recompute]
     rows = args.batch // args.dp // m
     _, ranks = layers_of(config, pp, args.chunks)
     most = max(ranks)

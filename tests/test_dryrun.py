@@ -280,10 +280,8 @@ def test_plan(capsys):
 
 
 def test_a_plan_for_several_sizes(capsys, tmp_path):
-    flags, picture = (
-        "--plan --gpus 2,...,4 --preset gpt2 --layers 2 --batch 8",
-        tmp_path / "scaling",
-    )
+    flags = "--plan --gpus 2,...,4 --preset gpt2 --layers 2 --batch 8"
+    picture = tmp_path / "scaling"
     has_pyplot = importlib.util.find_spec("matplotlib")
     dry_run(f"{flags} --plot {picture}" if has_pyplot else flags)
     rows = re.findall(r"^ +(\d+) +[\d.]+ ", capsys.readouterr().out, re.M)
