@@ -8,6 +8,7 @@ follows the last action: the norm, the optimizer, ZeRO's new weights."""
 from typing import NamedTuple
 
 import zero_bubble
+from dualpipe import PairedSchedule
 from receipts import pipeline as schedules
 from receipts.formulas import flops_per_token
 from simulator.dryrun import play_brief
@@ -36,6 +37,8 @@ def estimate(args, config, cluster, played, sums=None, slower=1.0):
             code that was played
     slower  how many times as long messages between stages take"""
     schedule = zero_bubble.find_schedule(args.schedule, args.pp, args.microbatches, args.chunks)
+    if args.schedule == "dualpipev" and args.zero < 3:
+        schedule = PairedSchedule(schedule.rows)
     part_of = parts_of_all(args, config, schedule, played)
     each = args.dp * args.cp * args.tp
     transfer = 0.0
@@ -50,16 +53,22 @@ def estimate(args, config, cluster, played, sums=None, slower=1.0):
         part = part_of(action)
         return seconds_until(part, sums) + part.waited
 
-    spans = schedules.simulate(schedule, transfer=transfer, time=seconds_of)
+    def together(actions, time):
+        """While one of a pair waits for experts' rows, the other computes (dualpipe.py)."""
+        times = [time(action) for action in actions]
+        return max(sum(times) - sum(part_of(action).rows for action in actions), *times, 0)
+
+    spans = schedules.simulate(schedule, seconds_of, transfer, together)
     rows = [[part_of(action) for *_, action in row] for row in spans]
     makespan = max(row[-1][1] for row in spans)
     if sums == "last":
         makespan = max(makespan, *(on_their_way(row, part_of) for row in spans))
     elif sums == "after":
         makespan += max(sum(part.beside for part in row) for row in rows)
-    busy = max(rows, key=lambda row: sum(part.seconds for part in row))
+    busy, span = max(zip(rows, spans), key=lambda pair: sum(part.seconds for part in pair[0]))
+    hidden = sum(seconds_of(action) for *_, action in span) - schedules.working(span)
     parts = {"computing": sum(part.compute for part in busy)}
-    parts["waiting for messages"] = sum(part.waited for part in busy)
+    parts["waiting for messages"] = sum(part.waited for part in busy) - hidden
     not_hidden = sum(seconds_until(part, sums) - part.compute for part in busy)
     parts["gradients, weights not hidden"] = not_hidden
     bubble = makespan - sum(parts.values())

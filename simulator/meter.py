@@ -21,12 +21,14 @@ LAUNCH = 4.2e-6
 
 
 class Part(NamedTuple):
-    """A span of a step: seconds of computing, of messages beside it, and of messages that are
-    waited for; bytes that it leaves, and those that it has at most, beside what was there."""
+    """A span of a step: seconds of computing, of messages beside it, of messages that are waited
+    for, and of those that are experts' rows; bytes that it leaves, and those that it has at most,
+    beside what was there."""
 
     compute: float = 0.0
     beside: float = 0.0
     waited: float = 0.0
+    rows: float = 0.0
     left: float = 0.0
     most: float = 0.0
 
@@ -63,8 +65,8 @@ class Meter(ledger.Ledger):
 
     def begin(self):
         """Count from now on."""
-        # Seconds of computing, of messages beside and waited for, of the host's launches
-        self.parts, self.part, self.flops, self.message = [], [0.0] * 4, 0, 0
+        # Seconds of computing, of messages beside and waited for, of the host's launches, of rows
+        self.parts, self.part, self.flops, self.message = [], [0.0] * 5, 0, 0
         self.before = self.most = self.bytes  # of memory, at the span's begin and at most
         self.counting = True
 
@@ -75,10 +77,10 @@ class Meter(ledger.Ledger):
     def clock(self):
         """End the span since the last call."""
         self.end_kernel()
-        compute, beside, waited, launching = self.part
+        compute, beside, waited, launching, rows = self.part
         memory = self.bytes - self.before, self.most - self.before
-        self.parts.append(Part(max(compute, launching), beside, waited, *memory))
-        self.part = [0.0] * 4
+        self.parts.append(Part(max(compute, launching), beside, waited, rows, *memory))
+        self.part = [0.0] * 5
         self.before = self.most = self.bytes
 
     def _see(self, storage):
@@ -170,7 +172,9 @@ class Meter(ledger.Ledger):
         names = [argument.name for argument in func._schema.arguments]
         is_async = "async_op" not in names[: len(args)] or args[names.index("async_op")]
         waited = not is_async or axis == "ep" and self.waits
-        self.part[2 if waited else 1] += self.links[group].seconds(operation, wire)
+        seconds = self.links[group].seconds(operation, wire)
+        self.part[2 if waited else 1] += seconds
+        self.part[4] += seconds if is_async and waited else 0.0
         self.part[3] += LAUNCH
 
 
