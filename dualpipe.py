@@ -12,11 +12,11 @@ Split     As in pipeline.py and expert_parallel.py. A rank holds two stages, nea
 Order     The two run in two threads, but one at a time: before it waits for a message a thread
           calls turn(), and the other goes on. So the order of all work and all messages is that of
           the program, the same on every rank, and both can send through the same groups. On a GPU
-          both queue work on one stream, in that order. No kernel is cut, no stream is added.
+          both queue work on one stream, in that order.
 Sent      What the schedule sends without overlap, to the byte.
-Hidden    Of l layers a stage, 4 l waits of each pair. The first forwards, the last backwards and
-          the exchange of counts have no partner: they wait as before.
-Backward  Autograd's own. A thread has modes of its own: the second enters those of the first.
+Hidden    Of l layers a stage, at 4 l waits of each pair the other one goes on. Its ends may have
+          little to compute. The first forwards, the last backwards and the exchange of counts have
+          no partner: they wait as before.
 Limits    Without experts there is nothing to hide: take zb-v. Only DualPipe's schedule has pairs.
           Both micro-batches' temporary tensors are in memory at once.
 
@@ -25,12 +25,12 @@ Limits    Without experts there is nothing to hide: take zb-v. Only DualPipe's s
 DeepSeek-V3, arXiv:2412.19437, section 3.2.1. The pairs in turns: docs/pipelines.md.
 """
 
-import contextlib
 import functools
 import threading
 
+import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _push_mode
 
 from pipeline import Mailbox, Pipeline
 from zero_bubble import SplitSchedule
@@ -38,8 +38,45 @@ from zero_bubble import SplitSchedule
 # --- the whole idea: two calls that take turns
 
 
+class Pair:
+    """Two calls, each in a thread, one of which runs at a time."""
+
+    def __init__(self, *calls):
+        self.calls, self.results, self.errors = calls, [None, None], []
+        self.may_run = threading.Semaphore(1), threading.Semaphore(0)
+        self.first_thread, self.one_ended = threading.current_thread(), False
+
+    def run(self, i):
+        """Call number i, in its thread, when it may run."""
+        try:
+            self.may_run[i].acquire()
+            self.stop_if_failed()
+            self.results[i] = self.calls[i]()
+        except BaseException as error:
+            self.errors.append(error)
+        finally:
+            self.one_ended = True
+            self.may_run[1 - i].release()
+
+    def turn(self):
+        """Let the other call go on, up to its own turn(). Returns whether there is another one."""
+        self.stop_if_failed()
+        if self.one_ended:
+            return False
+        # All other threads count as the second's: on GPUs autograd runs a backward in its own
+        i = 0 if threading.current_thread() is self.first_thread else 1
+        self.may_run[1 - i].release()
+        self.may_run[i].acquire()
+        self.stop_if_failed()
+        return True
+
+    def stop_if_failed(self):
+        if self.errors:
+            raise RuntimeError("the other call of this pair has failed")
+
+
 class Turns:
-    """Runs two calls at the same time, one of them in a second thread.
+    """Runs two calls alternately, the second in a thread of its own. Messages travel meanwhile.
 
         turns = Turns()
 
@@ -53,63 +90,61 @@ class Turns:
 
         y1, y2 = turns.overlap(lambda: layer(x1), lambda: layer(x2))
 
-    Outside of overlap() turn() does nothing. The calls change nowhere else: ranks that make the
-    same calls send the same messages in the same order.
+    Outside of overlap() turn() does nothing. The calls alternate at turn() only: ranks that make
+    the same calls send the same messages in the same order.
 
-    waits: how often turn() was called. hidden: how often the other call went on."""
+    The second call has the first's dispatch modes, device and stream, but not its no_grad, autocast
+    or torch.device. On a GPU the first runs no backward: autograd has one thread for a device,
+    which may be waiting in turn().
+
+    waits: how often turn() was called. switches: how often the other call went on."""
 
     def __init__(self):
-        self.first_thread = None  # while two calls run
-        self.waits = self.hidden = 0
-
-    def overlap(self, first, second):
-        """[first(), second()]. If one of them raises an error, the other one ends too."""
-        self.may_run = threading.Semaphore(1), threading.Semaphore(0)
-        self.alone, self.errors = False, []
-        results = [None, None]
-        modes = _get_current_dispatch_mode_stack()  # such as counters and tensors without values
-
-        def run(i, call):
-            self.may_run[i].acquire()
-            try:
-                self._stop_if_failed()
-                results[i] = call()
-            except BaseException as error:
-                self.errors.append(error)
-            self.alone = True
-            self.may_run[1 - i].release()
-
-        def call_second():
-            with contextlib.ExitStack() as stack:
-                for mode in modes:
-                    stack.enter_context(mode)
-                return second()
-
-        thread = threading.Thread(target=run, args=(1, call_second), daemon=True)
-        self.first_thread = threading.current_thread()
-        thread.start()
-        run(0, first)
-        thread.join()
-        self.first_thread = None
-        if self.errors:
-            raise self.errors[0]
-        return results
+        self.pair = None  # while two calls run
+        self.waits = self.switches = 0
 
     def turn(self):
-        """Call it before each wait for a message: the other call goes on, to its own turn()."""
+        """Call it before each wait for a message."""
         self.waits += 1
-        if self.first_thread is None or self.alone:
-            return
-        self.hidden += 1
-        # Not `is second`: on GPUs a backward runs, and takes its turns, in autograd's own threads
-        i = 0 if threading.current_thread() is self.first_thread else 1
-        self.may_run[1 - i].release()
-        self.may_run[i].acquire()
-        self._stop_if_failed()
+        if self.pair is not None and self.pair.turn():
+            self.switches += 1
 
-    def _stop_if_failed(self):
-        if self.errors:
-            raise RuntimeError("the other call of this pair has failed")
+    def overlap(self, first, second):
+        """[first(), second()]. An error in one ends the other at its next turn(), and is raised."""
+        if self.pair is not None:
+            raise RuntimeError("this Turns runs two calls already: make one for each pipeline")
+        pair = self.pair = Pair(first, in_this_context(second))
+        thread = threading.Thread(target=pair.run, args=(1,), daemon=True)
+        try:
+            thread.start()
+            pair.run(0)
+            thread.join()
+        except BaseException as error:  # Ctrl-C: the second call must not go on
+            pair.errors.append(error)
+        finally:
+            if not thread.is_alive():
+                self.pair = None
+        if pair.errors:
+            error, pair.errors = pair.errors[0], ["ended"]  # what it holds is free with it
+            raise error
+        return pair.results
+
+
+def in_this_context(call):
+    """`call`, for another thread: with what torch keeps for each thread on its own."""
+    modes = _get_current_dispatch_mode_stack()  # such as counters, or tensors without values
+    threads = torch.get_num_threads()
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+
+    def called():
+        torch.set_num_threads(threads)
+        for mode in modes:  # not `with mode`, which may begin to count anew
+            _push_mode(mode)
+        if stream is not None:
+            torch.cuda.set_stream(stream)  # sets the device too
+        return call()
+
+    return called
 
 
 # --- pairs
@@ -119,14 +154,13 @@ class PairedSchedule(SplitSchedule):
     """A schedule in which a forward, and the next backward if it is of this rank's other stage, are
     a pair: they start when both have their messages, and send when both are done."""
 
-    def steps(self, rank):
+    def steps(self, rank):  # in Schedule each action is a step of its own
         row, steps = list(self[rank]), []
         while row:
-            kinds = [action.kind for action in row[:2]]
-            is_pair = kinds == ["F", "B"] and row[0].stage != row[1].stage
-            size = 2 if is_pair else 1
-            steps.append(tuple(row[:size]))
-            row = row[size:]
+            pair = row[:2]
+            is_pair = [a.kind for a in pair] == ["F", "B"] and pair[0].stage != pair[1].stage
+            steps.append(tuple(pair) if is_pair else (row[0],))
+            row = row[len(steps[-1]) :]
         return steps
 
 
@@ -144,8 +178,8 @@ class DualPipe(Pipeline):
         pipeline = DualPipe(schedule, forward, (b, T, C), dtype, device, links, turns=turns)
         losses = pipeline.run()
 
-    All ranks of an ep_group have the same place in the pipeline: they run the same pairs.
-    around(action) of a pair: once, with its backward's."""
+    All ranks of an ep_group have the same place in the pipeline: they run the same pairs. `around`
+    is entered once for a pair, with its backward; the forward runs inside it."""
 
     def __init__(self, *args, turns, **options):
         super().__init__(*args, **options)
@@ -171,8 +205,6 @@ class DualPipe(Pipeline):
 
 # --- demo ---
 
-import torch
-
 import expert_parallel
 import harness
 import proof
@@ -186,8 +218,8 @@ from zero_bubble import find_schedule
 def main():
     parser = harness.parser(__doc__, experts=4, microbatches=8)
     g = parser.add_argument_group("DualPipe")
-    why = "ranks that share the experts of a stage, each with sequences of its own"
-    g.add_argument("--ep", **harness.POSITIVE, default=2, help=why)
+    why = "ranks that share the experts of a stage, each with sequences of its own (default: 2)"
+    g.add_argument("--ep", **harness.POSITIVE, help=why)
     g.add_argument("--in-turns", action="store_true", help="run pairs one after the other")
     harness.plot_flag(g, "run nothing, draw the schedule, two lanes a rank")
     args = parser.parse_args()

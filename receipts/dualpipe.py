@@ -11,6 +11,7 @@ from receipts.formulas import SCALAR, Group, add, sizes_of, summed
 def check(make, args, config, world):
     """Refuse what --ep, --microbatches and the model's layers and experts don't allow. make:
     find_schedule of dualpipe.py."""
+    args.ep = args.ep or min(2, world)
     if world % args.ep:
         raise Refused(f"--ep {args.ep} does not divide {world} ranks: give a divisor")
     args.schedule, args.chunks = "dualpipev", None
@@ -24,7 +25,7 @@ def draw(args, find_schedule, pair):
     """Draw the schedule of --nproc ranks, two lanes each, beside the same actions one after
     another, if messages take as long as a forward computes. pair: PairedSchedule."""
     check_plot(args)
-    ranks = (args.nproc or 4) // args.ep
+    ranks = (args.nproc or 4) // (args.ep or 2)
     with refusing():
         schedule = find_schedule("dualpipev", ranks, args.microbatches)
     pictures = []
@@ -50,28 +51,29 @@ def waits(action, layers, chunks=1, forwards=1):
     return 2 * chunks * passes * len(layers[action.stage])
 
 
-def hidden_in_pair(first, second):
-    """How many waits the other of two calls hides, which have so many. They wait in turn, and the
-    one that has more of them ends alone."""
+def switches_in_pair(first, second):
+    """How often two calls that have so many waits go on in each other's. They wait in turn, and the
+    one that has more waits ends alone."""
     return 2 * first if first <= second else 2 * second + 1
 
 
-def hidden(schedule, rank, layers, chunks=1, forwards=1):
-    """(how many waits of a rank's pairs are hidden in a step, of how many that it has in all)."""
+def switches(schedule, rank, layers, chunks=1, forwards=1):
+    """(at how many waits of a rank another call goes on, how many waits it has) in a step."""
     total = found = 0
     for step in schedule.steps(rank):
         counts = [waits(action, layers, chunks, forwards) for action in step]
         total += sum(counts)
-        found += hidden_in_pair(*counts) if len(counts) == 2 else 0
+        found += switches_in_pair(*counts) if len(counts) == 2 else 0
     return found, total
 
 
 def notes(rows, *schedule):
-    """Lines of the receipt. rows: a train.ExpertRows. schedule: see `hidden`."""
-    wanted, total = hidden(*schedule)
+    """Lines of the receipt. rows: a train.ExpertRows. schedule: see `switches`."""
+    wanted, total = switches(*schedule)
+    text = f"waits in which the other micro-batch went on: {rows.switches}"
     return [
         Count(f"waits for experts' rows: {rows.waits}", rows.waits, total),
-        Count(f"waits that the other micro-batch's work hides: {rows.hidden}", rows.hidden, wanted),
+        Count(text, rows.switches, wanted),
     ]
 
 

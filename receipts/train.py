@@ -24,22 +24,22 @@ class ExpertRows(expert_parallel.RowCounter):
     """Counts rows in `with`, once a step. Of the step that the ledger counts:
 
     measured         rows that travelled
-    waits, hidden    of dualpipe.Turns"""
+    waits, switches  of dualpipe.Turns"""
 
     def __init__(self, run, model, turns):
         blocks = [block for part in model.parts.values() for block in part.blocks.values()]
         super().__init__([block.mlp for block in blocks] if run.args.ep > 1 else [])
-        self.run, self.turns, self.measured, self.waits, self.hidden = run, turns, 0, 0, 0
+        self.run, self.turns, self.measured, self.waits, self.switches = run, turns, 0, 0, 0
 
     def __enter__(self):
         self.clear()
-        self.before = self.turns.waits, self.turns.hidden
+        self.before = self.turns.waits, self.turns.switches
 
     def __exit__(self, *error):
         if self.run.step == self.run.measured:
             self.measured = self.travelled
-            waits, hidden = self.before
-            self.waits, self.hidden = self.turns.waits - waits, self.turns.hidden - hidden
+            waits, switches = self.before
+            self.waits, self.switches = self.turns.waits - waits, self.turns.switches - switches
 
 
 def of_run(runner, cuts_within):

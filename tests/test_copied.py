@@ -523,7 +523,7 @@ def test_usage_of_turns(dualpipe, *_):
     # Rank 0 gets the first halves, rank 1 the second ones
     expected = {0: [1, 3, 3, 5], 1: [5, 7, 7, 9]}[dist.get_rank()]
     assert names["y1"].tolist() == expected and names["y2"].tolist() == [3] * 4
-    assert names["turns"].hidden == names["turns"].waits == 2
+    assert names["turns"].switches == names["turns"].waits == 2
 
 
 @on_top_of("dualpipe expert_parallel zero_bubble pipeline", 2)
@@ -557,7 +557,7 @@ def test_usage_of_dualpipe(dualpipe, ep, zb, pp):
     gradients, losses = [p.grad.clone() for p in parameters], names["losses"]
     for p in parameters:
         p.grad = None
-    assert names["turns"].hidden > 0
+    assert names["turns"].switches > 0
     schedule = zb.find_schedule("dualpipev", 1, 4)
     again = pp.Pipeline(schedule, forward, (2, 5, 6), torch.float32, "cpu", links).run()
     torch.testing.assert_close(losses, again)

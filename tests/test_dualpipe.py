@@ -2,7 +2,10 @@
 
 import contextlib
 import functools
+import gc
+import signal
 import threading
+import weakref
 from unittest import mock
 
 import pytest
@@ -22,8 +25,8 @@ from receipts import pipeline as schedules
 
 
 def run(turns, first, second):
-    """(what two calls do, in order; how many waits were hidden). Letters are work, dots turns."""
-    done, before = [], turns.hidden
+    """(what two calls do, in order; how often it changed). Letters are work, dots turns."""
+    done, before = [], turns.switches
 
     def call(steps):
         for step in steps:
@@ -34,7 +37,7 @@ def run(turns, first, second):
 
     results = turns.overlap(lambda: call(first), lambda: call(second))
     assert results == [first, second]
-    return "".join(done), turns.hidden - before
+    return "".join(done), turns.switches - before
 
 
 @pytest.mark.parametrize(
@@ -50,9 +53,9 @@ def run(turns, first, second):
 def test_calls_take_turns(first, second, order):
     """In an order that only the calls decide; the receipt's formula says how often."""
     turns = dualpipe.Turns()
-    done, hidden = run(turns, first, second)
+    done, switches = run(turns, first, second)
     assert done == order and turns.waits == (first + second).count(".")
-    assert receipt.hidden_in_pair(first.count("."), second.count(".")) == hidden
+    assert receipt.switches_in_pair(first.count("."), second.count(".")) == switches
 
 
 @pytest.mark.parametrize("first, second", [("a.!", "b.c"), ("a.b", "c!"), ("!", "a"), (".!", ".!")])
@@ -61,9 +64,43 @@ def test_an_error_ends_both_calls(first, second):
     turns, threads = dualpipe.Turns(), threading.active_count()
     with pytest.raises(ArithmeticError):
         run(turns, first, second)
-    assert threading.active_count() == threads
+    assert threading.active_count() == threads and turns.pair is None
     turns.turn()  # nobody is there to go on
     assert run(turns, "a.b", "c") == ("acb", 1)
+
+
+def test_ctrl_c_ends_both_calls():
+    """While the second call runs, and the first waits for its turn."""
+    turns, done = dualpipe.Turns(), []
+
+    def second():
+        signal.raise_signal(signal.SIGINT)  # Python's handler runs in the main thread
+        turns.turn()
+        done.append("after the interrupt")
+
+    with pytest.raises(KeyboardInterrupt):
+        turns.overlap(turns.turn, second)
+    assert not done and turns.pair is None
+
+
+def test_nothing_of_a_failed_pair_stays():
+    """Else its tensors stay, just where a caller wants memory. And one Turns runs one pair."""
+    turns, tensor = dualpipe.Turns(), torch.ones(1)
+    alive = weakref.ref(tensor)
+
+    def fail(x):
+        raise ArithmeticError
+
+    def nested():
+        turns.overlap(list, list)
+
+    with contextlib.suppress(ArithmeticError):
+        turns.overlap(functools.partial(fail, tensor), list)
+    del tensor
+    gc.collect()
+    assert alive() is None
+    with pytest.raises(RuntimeError, match="one for each pipeline"):
+        turns.overlap(nested, list)
 
 
 def test_pairs():
@@ -159,11 +196,11 @@ def test_rows_travel_while_the_other_micro_batch_computes(ranks):
         schedule = zero_bubble.find_schedule("dualpipev", 1, MICROBATCHES)
         schedule = dualpipe.PairedSchedule(schedule.rows)
         assert plain[1] == still[1] == 0
-        hidden, waits = receipt.hidden(schedule, 0, paired[3])
-        assert (hidden, waits) == (turns.hidden, turns.waits) == (32, 48)
+        switches, waits = receipt.switches(schedule, 0, paired[3])
+        assert (switches, waits) == (turns.switches, turns.waits) == (32, 48)
         # Of 4 pairs each has one end of the near stage, which has no head. There nothing but sums
         # comes after the last rows of a forward, and before the first of a backward
-        assert paired[1:3] == (hidden - 4, waits)
+        assert paired[1:3] == (switches - 4, waits)
 
     ranks(2, work)
 
@@ -175,7 +212,7 @@ def test_an_exception_in_either_thread(ranks, where):
     def work(rank):
         def fail(transfer, *_):
             in_forward = threading.current_thread() is threading.main_thread()
-            if in_forward == (where == "forward") and turns.first_thread:
+            if in_forward == (where == "forward") and turns.pair:
                 raise ZeroDivisionError
             return start(transfer, *_)
 
@@ -183,6 +220,6 @@ def test_an_exception_in_either_thread(ranks, where):
         with mock.patch.object(expert_parallel.Transfer, "start", fail):
             with pytest.raises(ZeroDivisionError):
                 one_step(dualpipe.PairedSchedule, turns)
-        assert turns.first_thread is None
+        assert turns.pair is None
 
     ranks(2, work)
