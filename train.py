@@ -205,6 +205,8 @@ def data_parallel(run, model, groups):
         return fsdp.FSDP(model, dp, **options)
     # Each of them reads no weights but its own: it can wait for them when its forward begins
     units = [unit for part in scopes.values() for unit in fsdp.default_units(part)]
+    if args.islands > 1:
+        units = []  # they write averages to the weights between two steps
     return zero.ZeRO(model, dp, args.zero, gather_before=units, **options)
 
 
