@@ -18,7 +18,8 @@ A step    1  Forward: when a unit begins, the next unit's gather starts. When it
           2  Backward: the same in reverse order. After a unit's last gradient: reduce-scatter.
           3  finish() waits for the reductions. step() updates this rank's shards and sends nothing.
 Use       Where the weights don't fit, and each rank has thousands of tokens (docs/fsdp.md).
-Limits    All ranks run the same units in the same order, or they wait for ever.
+Limits    All ranks run the same units in the same order, or they wait for ever. A unit runs once
+          per forward.
 
     torchrun --nproc_per_node=4 fsdp.py                         python fsdp.py --keep-gathered
 
@@ -48,8 +49,9 @@ class PlainFSDP:
             optimizer.step()
             optimizer.zero_grad()
 
-    Before it all ranks have equal weights, and no parameter is in two units (untie the head). A
-    unit returns one tensor, and each of its parameters gets a gradient in every backward pass."""
+    Before it all ranks have equal weights, in one dtype, on their device, and no parameter is in
+    two units (untie the head). A unit returns one tensor, and each of its parameters gets a
+    gradient in every backward pass."""
 
     def __init__(self, module, group):
         self.group, self.parameters = group, list(module.parameters())
@@ -107,9 +109,11 @@ class PlainFSDP:
 
 
 class UnitBucket(ShardedBucket):
-    """`weights` has memory while it has `users`: units that need it now (a tied matrix: two). Safe
-    on GPUs: PyTorch reuses freed memory in the order of the compute stream. A gather's stream
-    waits for what is queued there, and wait_for_weights() makes that one wait for the gather."""
+    """`weights` has memory while it has `users`: units that need it now (a tied matrix: two).
+
+    Safe on GPUs: a gather's stream waits for all work queued so far on the compute stream, and
+    wait_for_weights() makes the compute stream wait for the gather. Freed memory is reused in
+    compute-stream order."""
 
     keeps_weights = False
 
@@ -135,7 +139,7 @@ class Unit:
         self.fsdp, self.module, self.scope, self.buckets = fsdp, module, scope, []
         self.previous = self.next_unit = None  # its neighbours in the order of forward
         module.register_forward_pre_hook(self.before_forward)
-        module.register_forward_hook(self.after_forward)
+        module.register_forward_hook(self.after_forward, with_kwargs=True)
 
     def gather(self):
         for bucket in self.buckets:
@@ -154,14 +158,17 @@ class Unit:
         if self.fsdp.in_backward is not self:
             self.fsdp.enter(self, self.next_unit)
 
-    def after_forward(self, module, inputs, output):
+    def after_forward(self, module, inputs, keyword_inputs, output):
         if self.fsdp.in_backward is self:
             return
-        # An input that is returned as it is: its gradient is complete after this unit's backward
-        unchanged = {id(t) for t in tree_leaves(inputs)}
+        tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
+        check_output(module, output, tensors)
+        # Skip an input that is returned unchanged: its gradient is complete only after this unit's
+        # backward
+        unchanged = {id(t) for t in tree_leaves((inputs, keyword_inputs))}
         backward_comes = False
-        for t in tree_leaves(output):
-            if isinstance(t, torch.Tensor) and t.requires_grad and id(t) not in unchanged:
+        for t in tensors:
+            if t.requires_grad and id(t) not in unchanged:
                 t.register_hook(self.before_backward)
                 backward_comes = True
         if not backward_comes:
@@ -212,7 +219,7 @@ class FSDP(ZeRO):
     ):
         self.reshard = reshard
         self.in_backward = None  # the unit whose backward is running
-        self.gathered_ahead = None  # a unit, before it is entered: the likely next
+        self.gathered_ahead = None  # a unit before it is entered: the likely next, or the kept last
         self.units = []
         scopes = options.get("scopes") or {None: model}
         for scope, part in scopes.items():
@@ -223,7 +230,8 @@ class FSDP(ZeRO):
             self.units += of_scope
         options["bucket_bytes"] = float("inf")  # a unit is one bucket
         super().__init__(model, group, 3, make_optimizer, microbatches, **options)
-        model.register_state_dict_pre_hook(check_state_dict)
+        for module in model.modules():
+            module.register_state_dict_pre_hook(check_state_dict)
 
     def make_bucket(self, parameters, **options):
         units = self.places[parameters[0]].units
@@ -234,7 +242,8 @@ class FSDP(ZeRO):
         return bucket
 
     def enter(self, unit, likely_next):
-        """`unit` runs now. Gather `likely_next` meanwhile: the previous unit in backward."""
+        """`unit` runs now. Start the gather of `likely_next`: the next unit in forward, the
+        previous one in backward."""
         if self.gathered_ahead not in (unit, None):
             self.gathered_ahead.release()  # a wrong guess
         unit.gather()
@@ -258,6 +267,7 @@ class FSDP(ZeRO):
         self.gathered_ahead = self.in_backward = None
 
     def zero_grad(self, give_up=False):
+        # give_up helps only if all ranks raised in the same unit: else their gathers don't match
         super().zero_grad(give_up)
         self.release_all()  # what an exception has left
 
@@ -292,6 +302,13 @@ def check_unit(module):
     if not has_forward(module):
         kind = type(module).__name__
         raise ValueError(f"a {kind} has no forward, so it can't be a unit: give the modules in it")
+
+
+def check_output(module, output, tensors):
+    if torch.is_grad_enabled() and not tensors:
+        kinds = f"{type(module).__name__} returned a {type(output).__name__}"
+        advice = "return tensors, or lists, tuples or dicts of them"
+        raise TypeError(f"{kinds}, in which FSDP finds no tensor to see backward begin: {advice}")
 
 
 def check_state_dict(*_):

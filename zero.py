@@ -1,25 +1,26 @@
 """ZeRO: data-parallel ranks split the optimizer's states, and then the gradients.
 
-    stage                    weights   gradients  optimizer  bytes held per parameter  sent per step
-      0   nothing (DDP)      ########  ########   ########   2 + 2 + 12                2 r P e
-      1   optimizer states   ########  ########   ##         2 + 2 + 12/N              2 r P e
-      2   gradients too      ########  ##         ##         2 + 2/N + 12/N            (1+m) r P e
-      3   weights too: FSDP  ##        ##         ##         2/N + 2/N + 12/N          3 m r P e
+    stage                  weights   gradients  optimizer  held a parameter  sent per rank and step
+      0   nothing (DDP)    ########  ########   ########   2 + 2 + 12        2 r P e
+      1   optimizer state  ########  ########   ##         2 + 2 + 12/N      2 r P e
+      2   gradients too    ########  ##         ##         2 + 2/N + 12/N    (1+m) r P e
+      3   weights: FSDP    ##        ##         ##         2/N + 2/N + 12/N  3 m r P e
 
-P parameters of e bytes on N ranks (drawn: 4), m micro-batches, r = (N-1)/N. Held: weights and
-gradients in 16 bits; in 32 a master copy of the weights and Adam's two moments. Stage 3: fsdp.py.
+P parameters of e bytes on N ranks (drawn: 4), m micro-batches, r = (N-1)/N. Held, in bytes: weights
+and gradients in 16 bits; in 32 a master copy and Adam's two moments. Stage 3: fsdp.py.
 
     parameters   | up           | bias | wk     | wq      |//|    a bucket: one flat tensor
     shards       | rank 0   | rank 1   | rank 2   | rank 3   |    equal: padded with //
 
-Split     An optimizer works element by element, so each rank can step on 1/N of them: its shard.
+Split     An optimizer treats each element separately, so each rank can update 1/N of the
+          elements: its shard.
 Sent      Gradients are reduce-scattered: a rank gets its shard of their sum. The new weights are
           all-gathered. Both together are an all-reduce, so stage 1 sends what DDP sends.
-Backward  The model's own. It fills the buckets, the last layers' first, by hooks. A full one is
-          reduce-scattered while backward goes on. Stage 1 reduces in the last micro-batch only,
-          stage 2 in each, and frees the bucket. step() waits, and updates this rank's shards.
-Use       Stage 1 always, but for Muon. Stage 2 where the gradients don't fit (docs/memory.md).
-Limits    An optimizer that needs whole matrices, as Muon does, can't work on shards.
+Backward  Autograd runs as usual. Hooks copy each gradient into its bucket, the last layer's first.
+          A full bucket is reduce-scattered while backward continues. Stage 1 reduces in the last
+          micro-batch only, stage 2 in each, and frees the bucket. step() waits, and updates shards.
+Use       Stage 1 costs nothing over DDP; never with Muon, which needs whole matrices. With one
+          micro-batch stage 2 costs nothing either; with more take it where gradients don't fit.
 
     torchrun --nproc_per_node=4 zero.py --stage 2               python zero.py --fit
 
@@ -53,7 +54,7 @@ class PlainZeRO1:
     With several micro-batches step() follows the last. In stage 2 zero.reduce() follows each of the
     others: no p.grad outlives its backward pass. Before: equal weights on all ranks, in one dtype,
     on their device, none frozen. Not checked: clip_grad_norm_ (before step() it sees this rank's
-    gradients, not their sum)."""
+    gradients, not their sum); weight decay where p.dim() > 1 (the flat shard gets none)."""
 
     def __init__(self, model, group, make_optimizer):
         self.group, self.parameters = group, list(model.parameters())
@@ -114,8 +115,10 @@ class BucketedZeRO:
     their new weights when their forward begins, so that step() does not. Nobody else may read these
     weights before. options: see ShardedBucket.
 
-    Before: all ranks have equal weights, loaded, tied and frozen in their final form. The
-    parameters are replaced in place. Activation checkpointing needs use_reentrant=False."""
+    Before: all ranks have equal weights, loaded, tied and frozen in their final form. Not checked:
+    equal weights. DDP broadcasts rank 0's weights and buffers; this doesn't. ZeRO puts new
+    parameters into the modules: make optimizers, hooks and references after it. Activation
+    checkpointing needs use_reentrant=False."""
 
     valid_stages = 0, 1, 2
 
@@ -146,6 +149,7 @@ class BucketedZeRO:
         for module in model.modules():
             for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
                 setattr(module, name, view_of[p])
+            module.register_load_state_dict_pre_hook(lambda *_: check_load_state_dict(self))
         # 2  The optimizer steps on this rank's piece of each. Hooks take the gradients
         self.trainable = [bucket for bucket in self.buckets if bucket.trainable]
         pieces = []
@@ -174,8 +178,9 @@ class BucketedZeRO:
         for module in modules:
             parameters = set(module.parameters())
             buckets = [b for b in late if not parameters.isdisjoint(b.parameters)]
-            module.register_forward_pre_hook(functools.partial(wait_before, buckets))
-        self.model.register_state_dict_pre_hook(functools.partial(wait_before, late))
+            module.register_forward_pre_hook(lambda *_, own=buckets: wait_for_weights(own))
+        for module in self.model.modules():
+            module.register_state_dict_pre_hook(lambda *_: wait_for_weights(late))
 
     # --- a step
     #
@@ -229,14 +234,15 @@ class BucketedZeRO:
         """Step on this rank's shards, and send the new weights to all. Called again without
         zero_grad() it steps with the same gradients, as torch's optimizers do."""
         if self.last_call == "zero_grad":
-            raise RuntimeError("step() after zero_grad(): all gradients are zero")
+            advice = "a rank that ran no backward pass calls finish() before"
+            raise RuntimeError(f"step() after zero_grad(): all gradients are zero; {advice}")
         self.finish()
         for bucket in self.trainable:
-            bucket.host_gradient.copy_(bucket.gradient_shard, non_blocking=True)
-        if any(bucket.host_gradient is not bucket.gradient_shard for bucket in self.trainable):
+            bucket.staged_gradient.copy_(bucket.gradient_shard, non_blocking=True)
+        if any(bucket.staged_gradient is not bucket.gradient_shard for bucket in self.trainable):
             torch.cuda.synchronize()  # offload: all copies have arrived
         for bucket in self.trainable:
-            gradient = bucket.host_gradient.to(bucket.master)  # a copy only to another dtype
+            gradient = bucket.staged_gradient.to(bucket.master)  # a copy only to another dtype
             for piece, part in zip(bucket.pieces, gradient.split(bucket.piece_sizes)):
                 piece.grad = part.view(piece.shape)
         self.optimizer.step()  # once for all buckets: some optimizers count their steps
@@ -250,9 +256,10 @@ class BucketedZeRO:
             bucket.start_update()
         wait_for_weights(b for b in self.buckets if b not in self.gathered_late)
 
-    # --- the queue of a backward pass: its buckets, in the same order on all ranks. Swapped
-    # reductions would add up the wrong buckets, silently. So a bucket that is full early waits for
-    # those before it
+    # --- the queue of a backward pass
+    #
+    # All ranks must reduce buckets in the same order: swapped ones would add up the wrong buckets,
+    # silently. So a bucket that is full early waits for those before it.
 
     def _new_queue(self):
         return [bucket for bucket in self.trainable if bucket.passes_left > 0]
@@ -279,6 +286,7 @@ class BucketedZeRO:
     def _reduce_all(self, given_up=False):
         """Reduce all that is left of a step. Nothing is left, unless this rank ran fewer backward
         passes than others, or an exception ended one: it must still join their reductions."""
+        self._wait()  # an exception may leave a bucket that the next queue has again
         while any(bucket.passes_left for bucket in self.trainable):
             self.queue = self.queue or self._new_queue()  # an exception leaves a part of one
             if given_up:
@@ -309,8 +317,9 @@ class BucketedZeRO:
 
     @torch.no_grad()
     def gather_full(self, named):
-        """For (name, parameter) pairs of the model: (name, unsplit copy in the masters' dtype),
-        with the global gradient in .grad. For checks and checkpoints; every rank must call it."""
+        """For (name, parameter) pairs of the model: (name, unsplit copy in the masters' dtype).
+        After finish() its .grad is the global gradient. For checks and checkpoints; every rank must
+        call it."""
         copies = {}
         for bucket in self.buckets:
             weights = bucket.gather_full(bucket.master)
@@ -402,12 +411,12 @@ class ShardedBucket:
             self.gradient_shard = self.gradients[self.own]
         elif self.trainable:
             self.gradient_shard = self.weights.new_zeros(length, dtype=self.reduce_dtype)
-        # 4  Where they stop on their way between a GPU and the host: copies from and to page-locked
-        # memory run beside the host. Else the tensors themselves: then copy_() does nothing
-        self.host_shard, self.host_gradient = self.shard, self.gradient_shard
+        # 4  Staging buffers for offload: page-locked memory lets copies overlap the host's work.
+        # Without offload they are the tensors themselves, and copy_() does nothing
+        self.staged_shard, self.staged_gradient = self.shard, self.gradient_shard
         if self.trainable and offload and self.shard.is_cuda:
-            self.host_shard = self.shard.cpu().pin_memory()
-            self.host_gradient = self.gradient_shard.cpu().pin_memory()
+            self.staged_shard = self.shard.cpu().pin_memory()
+            self.staged_gradient = self.gradient_shard.cpu().pin_memory()
         # 5  A step's backward passes, and the parameters without a gradient in the running one
         self.passes = self.passes_left = passes
         self.missing = set(range(len(parameters)))
@@ -461,8 +470,8 @@ class ShardedBucket:
 
     def start_update(self):
         """The master has new values: start to bring them to all ranks."""
-        self.host_shard.copy_(self.master)
-        self.shard.copy_(self.host_shard, non_blocking=True)
+        self.staged_shard.copy_(self.master)
+        self.shard.copy_(self.staged_shard, non_blocking=True)
         if self.keeps_weights and self.ranks > 1:
             self.start_gather()
 
@@ -489,11 +498,6 @@ class ShardedBucket:
 def wait_for_weights(buckets):
     for bucket in buckets:
         bucket.wait_for_weights()
-
-
-def wait_before(buckets, *_):
-    """A hook."""
-    wait_for_weights(buckets)
 
 
 def sum_of_squares(tensors):
@@ -586,7 +590,9 @@ class ZeRO(BucketedZeRO):
     def grad_norm(self, pipeline_group=None):
         """pipeline_group: the ranks with the other stages of a pipeline."""
         self.finish()
-        counted = [self.buckets[0].weights.new_zeros(1)]  # this rank may have no part that counts
+        counted = [
+            self.trainable[0].gradient_shard.new_zeros(1)
+        ]  # this rank may have no part that counts
         for bucket in self.trainable:
             parts = bucket.gradient_shard.split(bucket.piece_sizes)
             for p, part in zip(bucket.parameters, parts):
@@ -685,6 +691,14 @@ def check_zero_composition(zero):
                 raise ValueError("splits need one rank of each replica, at the same place of each")
 
 
+def check_load_state_dict(zero):
+    if any(b.master is not b.shard or not b.keeps_weights for b in zero.buckets):
+        raise RuntimeError(
+            "load_state_dict() after ZeRO(...) would not change the masters, which step() sends:"
+            " load before ZeRO(...), or fill the masters and call update_weights()"
+        )
+
+
 def check_before_zero_step(zero, give_up):
     if zero.last_call == "backward" and not give_up:
         raise RuntimeError("there was no finish(): call it, or zero_grad(give_up=True)")
@@ -703,7 +717,8 @@ def check_zero_gradient(zero, bucket):
             f"a gradient came after its bucket was reduced: there were more backward passes than"
             f" microbatches={zero.microbatches}, or no zero_grad(). For several stages or a split"
             " backward write ZeRO(..., scopes={stage: module}), Pipeline(..., around=zero.around)"
-            "; for a weight with two gradients per micro-batch weight.used_twice = True"
+            "; for a weight with two gradients per micro-batch weight.used_twice = True (see"
+            " zero_bubble.py); a unit of fsdp.py runs once per forward"
         )
 
 

@@ -383,13 +383,10 @@ def test_demo(ranks, text, world):
             with case(flags):
                 assert demo(run) == 0
                 if rank == 0:
-                    check(args, run.result)
-
-    def check(args, result):
-        groups = {row["group"] for row in result["sent"]}
-        assert groups == ({"dp", "inside", "across"} if args.shard_ranks else {"dp"})
-        assert result["ok"]
-        assert args.prove == 0 or max(result["max_error"].values()) < 1e-10
+                    groups = {row["group"] for row in run.result["sent"]}
+                    assert groups == ({"dp", "inside", "across"} if args.shard_ranks else {"dp"})
+                    assert run.result["ok"]
+                    assert args.prove == 0 or max(run.result["max_error"].values()) < 1e-10
 
     ranks(world, work)
 
