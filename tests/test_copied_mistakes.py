@@ -277,7 +277,6 @@ ORDERS = [
     (PIPELINES, "run finish | finish | |", "call reduce_tied once a step"),
 ]
 
-
 TECHNIQUES = {}  # one launch has all rows of the same model and kind
 for row in ORDERS:
     model, options = row[0][0]
@@ -400,7 +399,6 @@ STAGES_AND_OPTIONS = [
     ("mlp", dict(data="fsdp")),
     ("mlp", dict(data="fsdp", reshard=False, reduce_each=False)),
 ]
-
 
 # A step's first bucket is not full when rank 0 raises, and rank 1 has sent it
 LARGE_BUCKETS = [
