@@ -590,9 +590,8 @@ class ZeRO(BucketedZeRO):
     def grad_norm(self, pipeline_group=None):
         """pipeline_group: the ranks with the other stages of a pipeline."""
         self.finish()
-        counted = [
-            self.trainable[0].gradient_shard.new_zeros(1)
-        ]  # this rank may have no part that counts
+        # A zero, because this rank may have no part that counts
+        counted = [self.buckets[0].weights.new_zeros(1, dtype=self.buckets[0].reduce_dtype)]
         for bucket in self.trainable:
             parts = bucket.gradient_shard.split(bucket.piece_sizes)
             for p, part in zip(bucket.parameters, parts):
