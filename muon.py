@@ -47,7 +47,9 @@ def orthogonalize(matrix, dtype=None):
     if matrix.shape[-2] > matrix.shape[-1]:
         return orthogonalize(matrix.mT, dtype).mT  # products of the shorter side are cheaper
     x = matrix.to(dtype or matrix.dtype)  # (..., m, n) with m <= n
-    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-7)  # now no s is above 1
+    norm_dtype = torch.promote_types(x.dtype, torch.float32)  # a norm may overflow float16
+    norm = torch.linalg.matrix_norm(x, keepdim=True, dtype=norm_dtype).clamp(min=1e-7)
+    x = (x / norm).to(x.dtype)  # now no s is above 1
     for _ in range(5):
         gram = x @ x.mT  # (..., m, m)
         x = a * x + (b * gram + c * gram @ gram) @ x
@@ -60,7 +62,7 @@ class PlainMuon(torch.optim.Optimizer):
         matrices = [p for p in model.blocks.parameters() if p.dim() > 1]
         optimizer = PlainMuon(matrices, lr=1e-3)       # and an AdamW for all other parameters
 
-    The update's root mean square is 0.2, about that of AdamW's, so both take the same learning rate
+    The update's root mean square is about 0.2, as AdamW's, so both take the same learning rate
     and weight decay (Moonlight). dtype=torch.bfloat16: the iteration is faster on GPUs.
     p.matrix_rows = D: p's rows are of several matrices, D each, such as the heads of q, k and v."""
 
@@ -100,7 +102,8 @@ class PlainMuon(torch.optim.Optimizer):
 def step_by_owner(plain_muon, group):
     """In place of plain_muon.step(), after backward on this rank's rows. Before: all ranks have
     equal weights, and a gradient of every matrix, even if it is zero. Not included: AdamW's
-    parameters. All-reduce their gradients (ddp.py), or the ranks' weights drift apart, silently."""
+    parameters. All-reduce their gradients (ddp.py), or the ranks' weights drift apart, silently.
+    Clip nothing before it: gradients here are one rank's. For clipping take Muon, below."""
     matrices = [p for settings in plain_muon.param_groups for p in settings["params"]]
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     owners = {p: i % ranks for i, p in enumerate(matrices)}
@@ -128,18 +131,20 @@ class Muon:
             muon.step()
 
     p.grad is the sum of all ranks' on p's owner only. To read it elsewhere call gather_gradients().
-    Before: all ranks have equal weights, on their device, tied and frozen in their final form.
+    Before: all ranks have equal weights, on one device, tied and frozen in their final form.
     microbatches: the backward passes of a step. Matrices have weight decay, the embedding too. All
     settings of the optimizers are in the param_groups of muon.muon and muon.adamw. Momentum and
-    decay move a parameter without a gradient, too. scopes: of a pipeline, {stage: module}."""
+    decay move a parameter without a gradient, too. scopes: of a pipeline, {stage: module}. more: of
+    PlainMuon."""
 
     def __init__(
-        self, model, group, matrices, lr=1e-3, weight_decay=0.1, microbatches=1, scopes=None
+        self, model, group, matrices, lr=1e-3, weight_decay=0.1, microbatches=1, scopes=None, **more
     ):
         self.model, self.group = model, group
+        matrices = list(matrices)
+        check_matrices(matrices, model)
+        matrices = [p for p in matrices if p.requires_grad]  # none, if all of a stage are frozen
         trained = [p for p in model.parameters() if p.requires_grad]
-        matrices = [p for p in matrices if p.requires_grad]
-        check_matrices(matrices)
         owners = deal_to_owners(matrices, group)
 
         # Each matrix has a bucket of its own. Vectors are small, so they share one; several if they
@@ -163,7 +168,7 @@ class Muon:
             if bucket.owner is None:
                 (decayed if first.dim() > 1 else not_decayed).extend(bucket.pieces)
             self.buckets.append(bucket)
-        self.muon = ShardedMuon(matrices, lr, weight_decay)
+        self.muon = ShardedMuon([{"params": matrices}], lr, weight_decay, **more)
         groups = [{"params": decayed}, {"params": not_decayed, "weight_decay": 0.0}]
         options = dict(betas=(0.9, 0.95), weight_decay=weight_decay, fused=True)
         self.adamw = torch.optim.AdamW(groups, lr, **options)
@@ -192,7 +197,7 @@ class Muon:
             for bucket in self.buckets[self.started :]:
                 bucket.gradients.fill_(torch.nan)  # incomplete: nobody may train on it
             self.finish()
-        check_before_muon_step(self)
+        check_before_zero_grad(self)
         self.last_call = "zero_grad"
         self.started = 0
         for bucket in self.buckets:
@@ -200,6 +205,7 @@ class Muon:
             bucket.grads_left = bucket.grads_per_step
 
     def _arrived(self, bucket, p):  # autograd has added to p.grad
+        check_before_gradient(self)
         self.last_call = "backward"
         bucket.grads_left -= 1
         check_muon_gradient(bucket, p)
@@ -264,7 +270,8 @@ class Muon:
         return total.sqrt()
 
     def clip(self, norm, limit):
-        """Scale the gradients so that their global norm is at most `limit` (0: leave them)."""
+        """Scale the gradients so that their global norm is at most `limit` (0: leave them). norm:
+        grad_norm()'s tensor."""
         if limit > 0:
             scale = (limit / (norm + 1e-6)).clamp(max=1.0)
             for bucket in self.buckets:
@@ -375,7 +382,7 @@ class ShardedMuon(PlainMuon):
 
     def update(self, p, group):
         if self.found_inf is not None:
-            average = self.state[p].get("average", 0.0)  # itself as the gradient leaves it as it is
+            average = self.state[p].get("average", 0.0)  # as gradient it stays as it is
             p.grad.copy_(torch.where(self.found_inf > 0, average, p.grad))
             group = group | {"lr": group["lr"] * (1 - self.found_inf.double())}
         super().update(p, group)
@@ -429,16 +436,23 @@ def is_within(inner, outer):
 # --- mistakes that would be silent: refused
 
 
-def check_matrices(matrices):
+def check_matrices(matrices, model):
+    if not matrices:
+        raise ValueError("no matrices: an iterator used up, or a model for AdamW alone")
+    if len(set(matrices)) < len(matrices):
+        raise ValueError("a matrix is listed twice: it would step twice")
+    parameters = set(model.parameters())
     for p in matrices:
+        shape = tuple(p.shape)
         if p.dim() not in (2, 3):
-            shape = tuple(p.shape)
             raise ValueError(f"{shape} is no matrix, nor a stack of them: leave it to AdamW")
+        if p not in parameters:
+            raise ValueError(f"a matrix {shape} is no parameter of the model: it would not train")
         if len(cuts_within(p)) > 1:
             raise ValueError("a matrix is cut in both dimensions: cut it in one, or take AdamW")
 
 
-def check_before_muon_step(muon):
+def check_before_zero_grad(muon):
     if muon.last_call == "backward":
         raise RuntimeError("there was no finish(): call it, or zero_grad(give_up=True)")
     trained = (p for p in muon.model.parameters() if p.requires_grad)
@@ -448,9 +462,17 @@ def check_before_muon_step(muon):
         )
 
 
+def check_before_gradient(muon):
+    if muon.last_call == "finish":
+        raise RuntimeError(
+            "backward after finish(), which grad_norm() and step() call: its gradient would not be"
+            " summed. Call zero_grad() first, and grad_norm() after the last backward"
+        )
+
+
 def check_muon_gradient(bucket, p):
     if bucket.grads_left < 0:
-        raise RuntimeError("no zero_grad(), or more backward passes than microbatches= says")
+        raise RuntimeError("more backward passes than microbatches= says")
     if p.grad.untyped_storage()._cdata != bucket.gradients.untyped_storage()._cdata:
         raise RuntimeError("p.grad was replaced: call Muon's zero_grad(), not the model's")
 

@@ -14,7 +14,7 @@ and pp outermost. Here dp 2, tp 2, pp 2 on 8 ranks:
 
 cp splits each sequence over ranks that hold the same weights, so data-parallel groups have dp x cp
 ranks. ep takes no ranks of its own: the experts are dealt out over ep of these dp x cp ranks, and
-each expert has dp cp / ep copies. --islands N is outside all: N such meshes, which average their
+each expert has dp x cp / ep copies. --islands N is outside all: N such meshes, which average their
 weights rarely (trainer/islands.py); batch, loss and norm below are then those of an island.
 
 Batch, loss and gradient norm are global: --batch counts the sequences of all ranks, the loss is the

@@ -52,7 +52,9 @@ FSDP(model, world, SGD, units=[nn.ModuleList([model])])  # has no forward, so it
     "muon": """
 Muon(model, world, {[model[1].bias] | [nn.Parameter(torch.ones(4, 3, 2, 2))]})
     # is no matrix, nor a stack of them
-Muon(model, world, iter([]))  # empty parameter list
+Muon(model, world, iter([]))  # no matrices
+Muon(model, world, {[weight] | [model[1].weight.detach()]})  # is no parameter of the model
+Muon(model, world, 2 * [model[1].weight])  # listed twice
 """,
     "tensor_parallel": """
 parallelize_tensors(three_heads, world)
@@ -236,6 +238,8 @@ MOVED = "no longer the one that ZeRO put there"
 DIFFER = "gradients of whole parameters differ, .* complete partial gradients"
 SUMMED = "summed over the ranks already: sum once a step, .*zero_grad"
 CHANGED = "replaced, .*frozen or unfrozen"
+CHANGES = "cast", "replace", "unfreeze", "wrap"
+CHANGES_OF_GRADIENTS = "cast", "drop_gradients", "assign_gradients", "wrap", "unfreeze"
 
 # Uses; calls, between bars what is refused, then what is right. Where it ends with a bar, training
 # goes on afterwards, and is one process's
@@ -244,11 +248,7 @@ ORDERS = [
     (DDP, "run finish | finish | |", r"finish\(\) after finish"),
     (DDP, "run finish | pass | give_up |", r"backward\(\) after finish"),
     (DDP[2:3], "run | pass | give_up |", "more backward passes than microbatches=2"),
-    (DDP, "| cast run finish", REPLACED),
-    (DDP, "| drop_gradients run finish", REPLACED),
-    (DDP, "| assign_gradients run finish", REPLACED),
-    (DDP, "| wrap run finish", REPLACED),
-    (DDP, "| unfreeze run finish", REPLACED),
+    *[(DDP, f"| {change} run finish", REPLACED) for change in CHANGES_OF_GRADIENTS],
     (DDP, "| create_graph finish", REPLACED),
     (DDP, "run | drop_gradients finish", REPLACED),
     (STAGES, "run | zero_grad | finish |", r"no finish\(\)"),
@@ -259,13 +259,11 @@ ORDERS = [
     (STAGES, "run finish step | replace zero_grad", MOVED),
     (STAGES[:3], "run finish step | wrap zero_grad", MOVED),
     (MUON, "run | zero_grad | finish |", r"no finish\(\)"),
-    (MUON, "run finish | pass | give_up |", "no zero_grad.., or more backward passes than"),
+    (MUON, "run | pass | give_up |", "more backward passes than microbatches"),
+    (MUON, "pass norm | pass | give_up |", "backward after finish"),
     (MUON, "| drop_gradients run", "p.grad was replaced"),
     (MUON, "| create_graph", "p.grad was replaced"),
-    (MUON, "run step | cast zero_grad", CHANGED),
-    (MUON, "run step | replace zero_grad", CHANGED),
-    (MUON, "run step | unfreeze zero_grad", CHANGED),
-    (MUON, "run step | wrap zero_grad", CHANGED),
+    *[(MUON, f"run step | {change} zero_grad", CHANGED) for change in CHANGES],
     (MATRICES, "leave_out_f run | norm", DIFFER),
     (MATRICES, "change_inputs run | norm", DIFFER),
     (SEQUENCES, "run | norm | |", DIFFER),

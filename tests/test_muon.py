@@ -1,6 +1,8 @@
 """muon.py: its iteration against singular values, its step against PyTorch's Muon, its shards and
 owners against one process, on matrices of odd shapes. test_copied.py trains models with it."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,6 +29,8 @@ def test_the_iteration_is_a_polynomial_of_singular_values(matrix):
     result = muon.orthogonalize(matrix)
     torch.testing.assert_close(result, by_singular_values(matrix), rtol=1e-10, atol=1e-10)
     assert not muon.orthogonalize(0 * matrix).any()
+    in_float16 = muon.orthogonalize((15000 * matrix).half())  # its norm is beyond float16
+    torch.testing.assert_close(in_float16.double(), result, rtol=0, atol=0.02)
 
 
 def trained(make, dtype=torch.float64, steps=4):
@@ -40,22 +44,14 @@ def trained(make, dtype=torch.float64, steps=4):
     return [p.detach() for p in parameters]
 
 
-def pytorchs(parameters, **rates):
-    return torch.optim.Muon(parameters, adjust_lr_fn="match_rms_adamw", **rates)
-
-
-def in_bfloat16(parameters, **rates):
-    return muon.PlainMuon(parameters, dtype=torch.bfloat16, **rates)
-
-
 def test_equals_pytorchs_muon(monkeypatch):
     """Whose iteration is in bfloat16: to its rounding; with ours in its place exactly."""
+    pytorchs = partial(torch.optim.Muon, adjust_lr_fn="match_rms_adamw")
     theirs, ours = trained(pytorchs), trained(muon.PlainMuon)
-    for weights in (ours, trained(in_bfloat16)):
+    for weights in (ours, trained(partial(muon.PlainMuon, dtype=torch.bfloat16))):
         torch.testing.assert_close(weights, theirs, rtol=0, atol=5e-3)
-    its_module = torch.optim._muon
-    iteration = "_zeropower_via_newtonschulz"
-    monkeypatch.setattr(its_module, iteration, lambda gradient, *_: muon.orthogonalize(gradient))
+    iteration = "torch.optim._muon._zeropower_via_newtonschulz"
+    monkeypatch.setattr(iteration, lambda gradient, *_: muon.orthogonalize(gradient))
     torch.testing.assert_close(ours, trained(pytorchs), rtol=1e-12, atol=1e-12)
 
 
@@ -98,7 +94,7 @@ def test_shards_step_as_the_whole(ranks, world):
         twice = nn.Parameter(torch.zeros(1, 1))
         twice.placement = {"cuts": dict.fromkeys((0, 1), (dist.group.WORLD, 0, 1))}
         with pytest.raises(ValueError, match="cut in both dimensions: cut it in one"):
-            muon.check_matrices([twice])
+            muon.check_matrices([twice], nn.ParameterList([twice]))
 
     ranks(world, work)
 
@@ -137,3 +133,20 @@ def test_step_by_owner(ranks):
     weights, owned = zip(*ranks(3, work))
     torch.testing.assert_close(weights, (expected,) * 3, rtol=1e-12, atol=1e-12)
     assert owned == (1, 1, 0)
+
+
+def test_without_a_matrix_and_without_a_backward(ranks):
+    """All of a stage's matrices are frozen. Rank 1 joins rank 0's sums. Settings arrive."""
+
+    def work(rank):
+        model = nn.Linear(2, 3)
+        model.weight.requires_grad_(False)
+        options = dict(momentum=0.5, dtype=torch.bfloat16)
+        optimizer = muon.Muon(model, dist.group.WORLD, [model.weight], **options)
+        assert optimizer.muon.param_groups[0].items() >= options.items()
+        if rank == 0:
+            model(torch.ones(2)).sum().backward()
+        optimizer.step()
+        return model.bias.detach()
+
+    assert torch.equal(*ranks(2, work))
