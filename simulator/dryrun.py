@@ -361,6 +361,17 @@ def stretched(two, three, layers):
     )
 
 
+def part_of(played, action):
+    """An action's Part. Of two micro-batches a backward may have been played as one, or in two."""
+    if action in played.actions:
+        return played.actions[action]
+    if action.kind == "B":
+        i, w = (played.actions[action._replace(kind=kind)] for kind in "IW")
+        return w._replace(left=i.left + w.left, most=max(i.most, w.most))
+    whole = played.actions[action._replace(kind="B")]
+    return whole._replace(left=0.0) if action.kind == "I" else whole  # kept until W
+
+
 def walk(played, row, pp):
     """Set the activations' peak of a whole step, from what each kind of action leaves and has."""
     last = max(action.microbatch for action in played.actions)
@@ -368,7 +379,7 @@ def walk(played, row, pp):
     alive, peak = {}, 0 if played.on_host else played.rest.most
     messages = 2 * played.message if pp > 1 else 0  # two are expected
     for action in row:
-        part = played.actions[action._replace(microbatch=min(action.microbatch, last))]
+        part = part_of(played, action._replace(microbatch=min(action.microbatch, last)))
         key = action.stage, action.microbatch
         peak = max(peak, sum(alive.values()) + part.most + messages)
         alive[key] = alive.get(key, 0) + part.left

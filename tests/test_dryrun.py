@@ -280,12 +280,12 @@ def test_plan(capsys):
 
 
 def test_a_plan_for_several_sizes(capsys, tmp_path):
-    flags = "--plan --gpus 2,...,4 --preset gpt2 --layers 2 --batch 8"
+    flags = "--plan --gpus 1,2 --preset gpt2 --layers 2 --batch 8"
     picture = tmp_path / "scaling"
     has_pyplot = importlib.util.find_spec("matplotlib")
     dry_run(f"{flags} --plot {picture}" if has_pyplot else flags)
     rows = re.findall(r"^ +(\d+) +[\d.]+ ", capsys.readouterr().out, re.M)
-    assert rows == ["2", "4"] and (not has_pyplot or picture.with_suffix(".png").stat().st_size)
+    assert rows == ["1", "2"] and (not has_pyplot or picture.with_suffix(".png").stat().st_size)
 
 
 def test_words_of_a_user():

@@ -5,6 +5,7 @@ import functools
 import gc
 import signal
 import threading
+import time
 import weakref
 from unittest import mock
 
@@ -69,18 +70,24 @@ def test_an_error_ends_both_calls(first, second):
     assert run(turns, "a.b", "c") == ("acb", 1)
 
 
-def test_ctrl_c_ends_both_calls():
+def test_ctrl_c_ends_both_calls(ranks):
     """While the second call runs, and the first waits for its turn."""
-    turns, done = dualpipe.Turns(), []
 
-    def second():
-        signal.raise_signal(signal.SIGINT)  # Python's handler runs in the main thread
-        turns.turn()
-        done.append("after the interrupt")
+    def work(rank):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        turns, done = dualpipe.Turns(), []
 
-    with pytest.raises(KeyboardInterrupt):
-        turns.overlap(turns.turn, second)
-    assert not done and turns.pair is None
+        def second():
+            signal.raise_signal(signal.SIGINT)  # Python's handler runs in the main thread
+            time.sleep(1)
+            turns.turn()
+            done.append("after the interrupt")
+
+        with pytest.raises(KeyboardInterrupt):
+            turns.overlap(turns.turn, second)
+        assert not done and turns.pair is None
+
+    ranks(1, work)
 
 
 def test_nothing_of_a_failed_pair_stays():

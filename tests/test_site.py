@@ -160,7 +160,7 @@ def by_receipts(monkeypatch, command, rank, rows):
     forwards = 2 if args.recompute in ("half", "block") else 1
     blocks = sum(map(len, own["layers"]))
     rows = SimpleNamespace(
-        waits=0, hidden=0, measured=forwards * blocks * args.batch // args.dp * rows / args.cp
+        waits=0, switches=0, measured=forwards * blocks * args.batch // args.dp * rows / args.cp
     )
     run = SimpleNamespace(args=args, config=config, ledger=SimpleNamespace(gathered_peak=0))
     options = dict(schedule=schedule, groups=groups, expert_rows=rows)

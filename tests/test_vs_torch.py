@@ -38,7 +38,7 @@ def partial_gradients(monkeypatch):
     monkeypatch.setattr(sequence_parallel, "reduce_partial", lambda parameters: None)
 
 
-@pytest.mark.parametrize("name", ["ddp", "muon", "experts", "documents"])
+@pytest.mark.parametrize("name", ["ddp", "muon", "experts"])
 def test_a_pair_that_is_equal_gets_a_ratio(ranks, name):
     for found in ranks(2, row, name):
         assert "failed" not in found and len(found["ratio"]) == 3
