@@ -113,7 +113,7 @@ class BucketedZeRO:
     reduce_each=False: stage 2 reduces in the last backward pass only; it sends less, and holds all
     gradients until then. gather_before: modules, such as fsdp.default_units(model), that wait for
     their new weights when their forward begins, so that step() does not. Nobody else may read these
-    weights before. options: see ShardedBucket.
+    weights, or write the masters, before. options: see ShardedBucket.
 
     Before: all ranks have equal weights, loaded, tied and frozen in their final form. Not checked:
     equal weights. DDP broadcasts rank 0's weights and buffers; this doesn't. ZeRO puts new
@@ -245,6 +245,7 @@ class BucketedZeRO:
             gradient = bucket.staged_gradient.to(bucket.master)  # a copy only to another dtype
             for piece, part in zip(bucket.pieces, gradient.split(bucket.piece_sizes)):
                 piece.grad = part.view(piece.shape)
+        wait_for_weights(self.buckets)  # a module that did not run has not: its shard is still read
         self.optimizer.step()  # once for all buckets: some optimizers count their steps
         self.optimizer.zero_grad()
         self.update_weights(self.trainable)
