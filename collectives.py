@@ -14,7 +14,7 @@ Sent      A rank sends 2 (N-1) chunks, that is 2 S (N-1)/N bytes for a tensor of
           2 S, whatever N is. No all-reduce can do with less: some rank must send that much. But
           each of the 2 (N-1) rounds waits for the one before. Small tensors are faster by recursive
           doubling: log2 N rounds of S bytes. Halving-doubling sends the ring's bytes in 2 log2 N
-          rounds, if N is a power of two. Two trees come close for any N (docs/collectives.md).
+          rounds, if N is a power of two. Two trees come near for any N: docs/learn/collectives.md.
 Backward  Autograd sees none of these messages: whoever uses them writes it by hand. Where forward
           copies, backward adds up: broadcast and reduce are each other's backward, all-gather and
           reduce-scatter too. All-to-all goes back the way it came. The backward of all-reduce is
@@ -340,8 +340,8 @@ def view_of(group):
 @torch.no_grad()
 def all_reduce(tensor, op=SUM, group=None, algorithm="ring", **options):
     """The sum of all tensors, in place. It has the same bits on all ranks; another algorithm's may
-    differ by rounding, because it adds in another order. docs/collectives.md shows it in a training
-    loop.
+    differ by rounding, because it adds in another order. docs/learn/collectives.md shows it in a
+    training loop.
 
         all_reduce(gradient)
         all_reduce(x, MAX, group, algorithm="halving-doubling")    # a name of ALGORITHMS

@@ -21,7 +21,7 @@ to come home. In all (4 r e + 2 a) B T C_kv bytes: r = (N-1)/N, B sequences of T
 width of K, e bytes an element, a = max(e, 4) of gradients.
 Backward: with lse, the logarithm of a query's full softmax denominator, e^(score - lse) gives any
 tile's final probabilities. Weights' gradients are summed: a rank's loss is that of its tokens.
-Not for short sequences, where messages take longer than tiles (docs/long-sequences.md).
+Not for short sequences, where messages take longer than tiles (docs/learn/long-sequences.md).
 
     torchrun --nproc_per_node=4 context_parallel.py
     python context_parallel.py --kind ulysses --family llama
@@ -361,7 +361,7 @@ class Ring(GroupModule):
     Cut tokens by `positions`, never by chunk(): which query sees which key follows from the rank
     alone. Another cut gives wrong numbers without an error; so do swapped heads and tokens.
     B and T' are the same on all ranks, or the process group aborts or hangs. Beside another
-    technique: docs/two-techniques.md."""
+    technique: docs/use/two-techniques.md."""
 
     attention = RingAttention
 

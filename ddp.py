@@ -16,7 +16,7 @@ Backward  The model's own: the gradient of a sum is the sum of the gradients. A 
           sum over its tokens, divided by the number of tokens in the whole batch, so the ranks'
           gradients add up to the batch's. A rank may have more rows than another.
 Limits    Parameters, gradients and AdamW's two moments, 4 P e bytes, must fit on one rank. Else
-          zero.py is the next step. docs/data-parallelism.md has the rest.
+          zero.py is the next step. docs/learn/data-parallelism.md has the rest.
 
     torchrun --nproc_per_node=4 ddp.py              python ddp.py --sync naive --optimizer sgd
 
@@ -171,7 +171,7 @@ class DDP:
             bucket.grads_left = bucket.grads_per_step  # gradients still to come in this step
 
 
-# --- together with another kind of parallelism: docs/two-techniques.md
+# --- together with another kind of parallelism: docs/use/two-techniques.md
 
 
 def groups_of(p, group):

@@ -21,7 +21,7 @@ Sent      Each island sends P b / 8 bytes to each of N-1 others every H steps, w
           --outer-bits B    16: bfloat16; 8, 4: integers, in blocks with a scale. What rounding
                             leaves out joins the next message
 Limits    An island also holds the old weights, the outer momentum, and with --outer-bits what was
-          left out. Buffers are not averaged. On fast links ddp.py is better (docs/slow-links.md).
+          left out. Buffers are not averaged. On fast links ddp.py is better (docs/learn/diloco.md).
 
     torchrun --nproc_per_node=4 diloco.py         python diloco.py --stream 3 --outer-bits 4
 
@@ -78,7 +78,7 @@ class DiLoCo:
     model: a module, or parameters. group: the islands, which start with equal weights. parts,
     delay, bits: the top's --stream, --stream-delay, --outer-bits. An island that leaves out an
     optimizer.step() calls step() as well. An island may be trained by any other technique:
-    docs/two-techniques.md."""
+    docs/use/two-techniques.md."""
 
     def __init__(
         self, model, group, every, outer_lr=0.7, outer_momentum=0.9, parts=1, delay=0, bits=None

@@ -21,7 +21,7 @@ of which r = (N-1)/N leave the rank. Once a step: 2 r P e, to all-reduce the P o
 Backward: each row's gradient goes back the way the row came. An expert gets its tokens of the whole
 batch, so its gradient is complete, if each rank divides its loss by the number of all tokens. The
 gradients of all other parameters, the router's too, are summed over the ranks.
-Not worth it where all experts fit on every rank and it has many tokens (docs/experts.md).
+Not worth it where all experts fit on every rank and it has many tokens (docs/learn/experts.md).
 
     torchrun --nproc_per_node=4 expert_parallel.py      python expert_parallel.py --experts 5
 
@@ -125,7 +125,7 @@ def run_experts(experts, rows, incoming):
 #     sum_replicated_gradients(model.parameters(), group)  # then step
 #
 # A norm to clip by must count all ranks' experts: take tensor_parallel.py's grad_norm.
-# docs/experts.md lists the mistakes that nothing catches.
+# docs/learn/experts.md lists the mistakes that nothing catches.
 
 # --- the all-to-all in two halves: computation fits in between
 
@@ -303,7 +303,7 @@ def placement(parameter):
     shape    of the whole
     cuts     {dimension: (group, start, length)}: each rank of the group has another shard
 
-    Other techniques add partial, copies and data: docs/two-techniques.md."""
+    Other techniques add partial, copies and data: docs/use/two-techniques.md."""
     default = dict(shape=tuple(parameter.shape), cuts={}, copies=[], partial=[], data=None)
     return default | getattr(parameter, "placement", {})
 
@@ -317,7 +317,7 @@ def split_over(parameter, group):
 def shard_experts(parameter, group, data_group=None):
     """This rank's experts of a parameter (E, ...), as a new parameter: put it in the old one's
     place, then make the optimizer. Its `placement` says that it is split. Where each expert is a
-    module of its own, write its placement yourself (docs/two-techniques.md).
+    module of its own, write its placement yourself (docs/use/two-techniques.md).
 
     data_group: the ranks with the same experts, over which their gradients must be summed, where
     data parallelism has more ranks than `group`."""

@@ -17,7 +17,7 @@ A step    1  Forward: when a unit begins, the next unit's gather starts. When it
              are freed. The last unit's stay for backward.
           2  Backward: the same in reverse order. After a unit's last gradient: reduce-scatter.
           3  finish() waits for the reductions. step() updates this rank's shards and sends nothing.
-Use       Where the weights don't fit, and each rank has thousands of tokens (docs/fsdp.md).
+Use       Where the weights don't fit, and each rank has thousands of tokens (docs/learn/fsdp.md).
 Limits    All ranks run the same units in the same order, or they wait for ever. A unit runs once
           per forward.
 
@@ -210,7 +210,7 @@ class FSDP(ZeRO):
     segmentation fault (gather_full has copies). Parameters outside of all units: each rank has the
     whole weights, and shards of gradients and optimizer states. reshard=False (--keep-gathered): a
     unit's weights stay from its forward until its backward; a third less is sent. The other options
-    are ZeRO's (docs/two-techniques.md)."""
+    are ZeRO's (docs/use/two-techniques.md)."""
 
     valid_stages = (3,)
 

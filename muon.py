@@ -369,7 +369,7 @@ class OwnedBucket:
         ]
 
 
-# --- together with another kind of parallelism (docs/two-techniques.md)
+# --- together with another kind of parallelism (docs/use/two-techniques.md)
 
 
 class ShardedMuon(PlainMuon):
@@ -423,7 +423,7 @@ def place_of(p, group):
 
 # The next two are as in zero.py
 def placed(p, key, default):
-    """An entry of p.placement, which another kind of parallelism writes (docs/two-techniques.md):
+    """An entry of p.placement, written by another kind of parallelism (docs/use/two-techniques.md):
     "data", the group of its replicas; "partial", groups over which its gradient is a partial sum;
     "cuts", {dimension: (group, start, length)}; "shape", of the whole."""
     return getattr(p, "placement", {}).get(key) or default

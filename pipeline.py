@@ -21,7 +21,7 @@ y.backward(gradient of y, from the next stage) leaves the gradient of x in x.gra
 stage before. Gradients of micro-batches add up to those of the batch.
 
 Limits: ranks wait while the pipeline fills and drains (the bubble). With 1F1B they work m / (m + p
-- 1) of the time, 24 cells of 33 above. zero_bubble.py fills gaps; docs/pipelines.md compares.
+- 1) of the time, 24 cells of 33 above. zero_bubble.py fills gaps; docs/learn/pipelines.md compares.
 
     torchrun --nproc_per_node=4 pipeline.py --layers 8        python pipeline.py --compare
 
@@ -438,7 +438,7 @@ def forward_only(schedule, microbatches=float("inf")):
 def reduce_tied(weight, group):
     """Sum the gradient of a weight that the ranks of a group share, such as a tied matrix on the
     first and the last stage: once a step, after the step's last pipeline.run(). Replicas that start
-    equal stay equal. DDP and ZeRO can do it instead: docs/two-techniques.md."""
+    equal stay equal. DDP and ZeRO can do it instead: docs/use/two-techniques.md."""
     check_not_summed(weight, group)
     dist.all_reduce(weight.grad, group=group)
     # Each write changes _version: while it is the same, no backward has come after the sum

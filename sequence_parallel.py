@@ -151,7 +151,7 @@ def shard_positions(full, group):
 
 def mark_partial(parameters, group):
     """Mark each unsplit parameter: backward leaves its gradient a partial sum over `group`, because
-    it saw only this rank's tokens. Call it after all cuts (docs/two-techniques.md)."""
+    it saw only this rank's tokens. Call it after all cuts (docs/use/two-techniques.md)."""
     group = group or dist.group.WORLD
     for p in parameters:
         where = placement(p)

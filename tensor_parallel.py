@@ -21,7 +21,7 @@ f's sum is the complete gradient of x, so those of all earlier layers are comple
 
 Limits: between nodes it rarely pays. In forward the next layer waits for g's message, and here
 backward waits for f's too, though the weights' gradients could be computed meanwhile (Megatron-LM
-does that). docs/tensor-parallelism.md has the threshold.
+does that). docs/learn/tensor-parallelism.md has the threshold.
 
     torchrun --nproc_per_node=4 tensor_parallel.py
     python tensor_parallel.py --family llama --kv-heads 4
@@ -165,7 +165,7 @@ class RowParallelLinear(nn.Module):
 #     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
 #     optimizer.step()
 #
-# docs/tensor-parallelism.md lists the mistakes that nothing catches, in dropout for example.
+# docs/learn/tensor-parallelism.md lists the mistakes that nothing catches, in dropout for example.
 
 # --- the vocabulary, split too: V/t rows of the embedding and V/t logits per token on each rank
 
@@ -279,7 +279,7 @@ def placement(parameter):
     shape    of the whole
     cuts     {dimension: (group, start, length)}: each rank of the group has another shard
 
-    Other techniques add partial, copies and data: docs/two-techniques.md."""
+    Other techniques add partial, copies and data: docs/use/two-techniques.md."""
     default = dict(shape=tuple(parameter.shape), cuts={}, copies=[], partial=[], data=None)
     return default | getattr(parameter, "placement", {})
 

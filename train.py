@@ -20,7 +20,7 @@ weights rarely (trainer/islands.py); batch, loss and norm below are then those o
 Batch, loss and gradient norm are global: --batch counts the sequences of all ranks, the loss is the
 sum over all tokens divided by their number, and the norm counts every parameter once. So another
 layout gives the same loss curve, to rounding. The first steps are compared with one process
-(--prove). docs/choosing-a-layout.md says which layout when.
+(--prove). docs/use/choose.md says which layout when.
 
     torchrun --nproc_per_node=8 train.py --dp 2 --tp 2 --pp 2
     python train.py --dp 2 --cp 2 --tp 2 --pp 2 --ep 4 --experts 8 --sp --zero 1

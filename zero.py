@@ -522,7 +522,7 @@ def group_parameters(parameters, bucket_bytes, kind_of):
     return sorted(lists, key=lambda members: order[members[-1]])
 
 
-# --- together with another kind of parallelism (docs/two-techniques.md)
+# --- together with another kind of parallelism (docs/use/two-techniques.md)
 
 
 class ZeRO(BucketedZeRO):
@@ -631,7 +631,7 @@ def find_places(model, group, scopes, splits, units):
 
 
 def placed(p, key, default):
-    """An entry of p.placement, which another kind of parallelism writes (docs/two-techniques.md):
+    """An entry of p.placement, written by another kind of parallelism (docs/use/two-techniques.md):
     "data", the group of its replicas; "partial", groups over which its gradient is a partial sum;
     "cuts", {dimension: (group, start, length)}; "shape", of the whole."""
     return getattr(p, "placement", {}).get(key) or default

@@ -22,7 +22,7 @@ Sent: what pipeline.py sends. zb-v and dualpipev have two stages per rank: twice
     dualpipev   DeepSeek's order of actions, two stages per rank
 
 Limits: the pairs take memory. The gradient norm is a barrier, where ranks that end early wait.
-Under torch.autocast nothing is put off: cast weights instead. docs/pipelines.md compares.
+Under torch.autocast nothing is put off: cast weights instead. docs/learn/pipelines.md compares.
 
     torchrun --nproc_per_node=4 zero_bubble.py --layers 8 --schedule zb-v
 
@@ -126,7 +126,7 @@ class SplitSchedule(Schedule):
 
         schedule = find_schedule("zb-v", ranks, microbatches)
 
-    Beside ZeRO or FSDP: docs/two-techniques.md."""
+    Beside ZeRO or FSDP: docs/use/two-techniques.md."""
 
     runner = SplitRunner
     passes = ["FB", "FIW"]

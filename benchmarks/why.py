@@ -2,7 +2,7 @@
 
 GPT-3's (Brown et al. 2020, arXiv:2005.14165, table D.1: 3.14e23 FLOP, which is 6 x parameters x
 300e9 tokens) at 28 TFLOP/s (Lambda Labs 2020, of a V100), on cards of 80 GB, 8 in a node. The page
-docs/why.md says what the numbers mean.
+docs/learn/why.md says what the numbers mean.
 """
 
 import math

@@ -7,8 +7,8 @@
     python -m exercises question                         lists the questions
     python -m exercises question 3 --answer 3.5GB        checks an answer; --solve works it out
 
-A bug is planted in a copy of the project's files, runs/exercise-7: edit that. docs/exercises.md has
-more, and the answers.
+A bug is planted in a copy of the project's files, runs/exercise-7: edit that. The answers and
+more: docs/learn/exercises.md.
 """
 
 import pathlib
@@ -93,8 +93,8 @@ def pick(words, things, kind):
 
 
 def answer(title):
-    """An answer in docs/exercises.md, as plain text."""
-    page = (ROOT / "docs" / "exercises.md").read_text()
+    """An answer in docs/learn/exercises.md, as plain text."""
+    page = (ROOT / "docs" / "learn" / "exercises.md").read_text()
     html = re.search(f"<summary>{title}</summary>(.*?)</details>", page, re.S)[1]
     return re.sub(r"<.*?>", "", re.sub(r'<a href="(.*?)">(.*?)</a>', r"\2 \1", html)).strip()
 

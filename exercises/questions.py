@@ -1,5 +1,5 @@
 """Questions with numbers to work out. The answers are computed by the functions that the receipts
-and the planner use; docs/exercises.md shows how one works them out."""
+and the planner use; docs/learn/exercises.md shows how one works them out."""
 
 import re
 from typing import Callable, NamedTuple

@@ -20,8 +20,8 @@ PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten._grouped_mm)
 
 
 def recompute(model, kind):
-    """Hold less of each block from forward to backward, for more work (docs/memory.md). No gradient
-    changes. Call it once.
+    """Hold less of each block from forward to backward, for more work (docs/learn/memory.md). No
+    gradient changes. Call it once.
 
         none       keep all that backward needs: 16 tensors (B, T, C) of a GPT-2 block
         selective  keep 10: norms and activation functions run again (Korthikanti et al. 2022,

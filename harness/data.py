@@ -143,7 +143,7 @@ def encode(files, encoding, source, mark):
     size = sum(file.stat().st_size for file in files)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if size > memory / 16:  # the bytes, the characters, and 8 bytes for each token
-        advice = "give ready-made tokens (docs/running.md)"
+        advice = "give ready-made tokens (docs/use/run.md)"
         raise Refused(f"--data {source} has {size / 1e9:,.0f} GB, too much for memory: {advice}")
     pieces = []
     for file in files:

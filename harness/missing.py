@@ -97,7 +97,7 @@ def failed(error, store, rank):
         say(f"rank {rank} lost another one ({reason}); the run ends")
     elif isinstance(error, (MemoryError, torch.OutOfMemoryError)) or NO_MEMORY in text:
         name = traceback.extract_tb(error.__traceback__)[-1].name
-        advice = "docs/memory.md says which flags make a run smaller"
+        advice = "docs/learn/memory.md says which flags make a run smaller"
         say(f"rank {rank} found no memory left in {name}(): {advice}")
     else:
         trace = "".join(traceback.format_exception(error))

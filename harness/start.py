@@ -74,7 +74,7 @@ def launch(demo, args, needed=None, check=lambda world: None, make=Rank):
     one_each = gpus == 1 and "SLURM_PROCID" in os.environ  # as with srun --gpus-per-task=1
     if args.backend == "nccl" and local_world > gpus and not one_each:
         problem = f"{world} ranks need {world} GPUs on nccl and this machine has {gpus}"
-        advice = "fewer ranks, several nodes (docs/running.md), or ranks that share a GPU by"
+        advice = "fewer ranks, several nodes (docs/use/run.md), or ranks that share a GPU by"
         raise Refused(f"{problem}: use {advice} --backend gloo")
 
     def work(*rank):

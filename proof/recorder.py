@@ -1,4 +1,4 @@
-"""A recorder to paste into your own training loop. It needs torch alone (docs/debugging.md).
+"""A recorder to paste into your own training loop. It needs torch alone (docs/fix/debugging.md).
 
     recorder = Recorder("theirs.jsonl", model, names, outputs, groups={"dp": 2, "accumulation": 4})
     recorder.step(tokens, targets, loss=loss)   # on every rank, after all backward passes, before

@@ -1,7 +1,7 @@
 """How far a run may be from one process: the differences that count as rounding."""
 
 # The largest relative differences from one process that count as rounding. float32's are 11 to 179
-# times what benchmarks.rounding measured after 10 steps (docs/receipts.md), float16's 20 to 67
+# times what benchmarks.rounding measured after 10 steps (docs/fix/receipts.md), float16's 20 to 67
 TOLERANCE = {
     "float64": {"loss": 1e-10, "grad_norm": 1e-10, "grad": 1e-10, "param": 1e-10},
     "float32": {"loss": 1e-5, "grad_norm": 1e-4, "grad": 3e-4, "param": 1e-3},

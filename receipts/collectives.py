@@ -1,7 +1,7 @@
 """Whether a library of collectives does what torch.distributed does, and how many rounds and bytes
 its all-reduces take, counted and by formula. collectives.py comes in as an argument, `library`.
 
-docs/collectives.md has the formulas as a table, and the times that follow from them on links.
+docs/learn/collectives.md has the formulas as a table, and the times that follow from them on links.
 """
 
 import math
@@ -27,7 +27,7 @@ def parse_args(doc):
     why = "ranks that share fast links, for hierarchical (default: 2, or 1 if their number is odd)"
     p.add_argument("--nodes-of", **flags.POSITIVE, help=why)
     flags.running_flags(p)
-    instead = "docs/collectives.md has the formula of each all-reduce's time"
+    instead = "docs/learn/collectives.md has the formula of each all-reduce's time"
     for flag in ("--ranks", "--alpha", "--beta", "--inside-alpha", "--inside-beta"):
         flags.gone(p, flag, instead)
     return p.parse_args()
@@ -146,7 +146,7 @@ def cost(counts):
 
 def formulas(n, size, node=1, pieces=1):
     """{algorithm: Cost} of an all-reduce of `size` bytes on n ranks: hierarchical in nodes of
-    `node` ranks, a double tree with so many pieces of each half. docs/collectives.md has the
+    `node` ranks, a double tree with so many pieces of each half. docs/learn/collectives.md has the
     table."""
     p = 1 << (n.bit_length() - 1)  # the ranks that double and halve: a power of two
     levels = p.bit_length() - 1

@@ -38,7 +38,7 @@ class Cluster(NamedTuple):
 # and on 128 devices differ by 14 GiB of lasting states, and not in what is reserved beside them
 RESERVED = 0.13
 # What a plan leaves free: a row that is estimated by the mean of the other two has reserved at most
-# 4.8% more than its estimate (docs/without-a-cluster.md)
+# 4.8% more than its estimate (docs/reference/estimates.md)
 HEADROOM = 0.05
 # What a device holds beside that. A communicator of nccl has a buffer of NCCL_BUFFSIZE = 4 MiB
 # for each of up to 32 channels, to send and to receive (NVIDIA, NCCL's environment variables). A

@@ -12,7 +12,7 @@ its bytes, held and sent, against those of real runs.
     a message         takes its seconds on its link (simulator/links.py)
     an action         of the pipeline: `DryRun.watch` ends a span of the meter before and after it
 
-simulator/estimate.py puts a step together from these spans. docs/without-a-cluster.md says where
+simulator/estimate.py puts a step together from these spans. docs/reference/estimates.md says where
 the constants come from, how far off estimates are, and what they leave out. With nccl RMSNorm is
 one operation that keeps its input, as torch's kernel for a GPU is. On a CPU it is many, and keeps
 two copies in float32. Messages between stages are held until the step ends; nccl's until they are

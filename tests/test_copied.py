@@ -602,8 +602,8 @@ def test_usage_of_expert_parallel(ep):
 
 @on_top_of("collectives", 3)
 def test_usage_of_collectives(collectives):
-    """The training loop of docs/collectives.md, and the other calls of the docstring."""
-    page = (pathlib.Path(__file__).parent.parent / "docs" / "collectives.md").read_text()
+    """The training loop of docs/learn/collectives.md, and the other calls of the docstring."""
+    page = (pathlib.Path(__file__).parent.parent / "docs" / "learn" / "collectives.md").read_text()
     loop = page[page.index("    target_count = torch.tensor") :].partition("\n\n")[0]
     calls = usage(collectives.all_reduce)
     torch.manual_seed(0)

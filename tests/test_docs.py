@@ -15,7 +15,7 @@ from tops import DEMO
 
 import harness
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 STARTS = ("python ", "torchrun ", "python3 ", ".venv/", ".ci/", "pytest ")
 FOLDERS = ("benchmarks", "proof.", "exercises", "tests.")  # whose modules are run with -m
 # What takes longer than half a minute, needs a cluster, or needs a folder that the reader has

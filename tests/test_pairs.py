@@ -1,5 +1,5 @@
-"""docs/two-techniques.md: its blocks run as they are printed, on 4 ranks, with copied tops, against
-one process. (test_copied.py's table trains any two techniques.)"""
+"""docs/use/two-techniques.md: its blocks run as they are printed, on 4 ranks, with copied tops,
+against one process. (test_copied.py's table trains any two techniques.)"""
 
 import contextlib
 
@@ -26,7 +26,7 @@ def test_a_split_backward_that_nobody_tells_of(copied, data):
     copied(TOPS, 4, work)
 
 
-PAGE = (ROOT / "docs" / "two-techniques.md").read_text()
+PAGE = (ROOT / "docs" / "use" / "two-techniques.md").read_text()
 SECTIONS = {  # heading: the ranks of which each has rows of its own
     "Tensor parallelism and DDP": "outer",
     "Tensor parallelism and ZeRO": "outer",

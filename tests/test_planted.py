@@ -1,5 +1,5 @@
 """Bugs planted in training loops that are not ours, of transformers, DDP, FSDP2 and DTensor, each
-with the sentence that names it. docs/debugging.md has the table."""
+with the sentence that names it. docs/fix/debugging.md has the table."""
 
 import contextlib
 import json

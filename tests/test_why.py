@@ -1,4 +1,4 @@
-"""The numbers of docs/why.md, and how a described job scales. All in this process."""
+"""The numbers of docs/learn/why.md, and how a described job scales. All in this process."""
 
 import re
 
@@ -8,7 +8,7 @@ from conftest import ROOT
 from benchmarks import scaling, why
 from receipts import formulas
 
-PAGE = (ROOT / "docs" / "why.md").read_text()
+PAGE = (ROOT / "docs" / "learn" / "why.md").read_text()
 
 
 def printed(module, words, monkeypatch, capsys):

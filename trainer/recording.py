@@ -1,4 +1,4 @@
-"""A recording of the run, to hold another training loop against (docs/debugging.md).
+"""A recording of the run, to hold another training loop against (docs/fix/debugging.md).
 
     python train.py --dtype float64 --steps 5 --record ours
     python -m proof.compare ours theirs.jsonl
