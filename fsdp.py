@@ -27,6 +27,7 @@ Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054. Zhao et al. 2023, PyTorch FSDP,
 """
 
 import functools
+from collections import defaultdict
 from itertools import pairwise
 
 import torch
@@ -228,16 +229,25 @@ class FSDP(ZeRO):
             for unit, next_unit in pairwise(of_scope):
                 unit.next_unit, next_unit.previous = next_unit, unit
             self.units += of_scope
+        self.units_of = defaultdict(tuple)  # {parameter: its units}: a tied matrix has two
+        for unit in self.units:
+            for p in unit.module.parameters():
+                self.units_of[p] += (unit,)
         options["bucket_bytes"] = float("inf")  # a unit is one bucket
         super().__init__(model, group, 3, make_optimizer, microbatches, **options)
+        del self.units_of  # it would keep the parameters that the views have replaced
         for module in model.modules():
             module.register_state_dict_pre_hook(check_state_dict)
 
+    def kind_of(self, p):
+        return *super().kind_of(p), self.units_of[p]
+
     def make_bucket(self, parameters, **options):
-        units = self.places[parameters[0]].units
+        units = self.units_of[parameters[0]]
         options["bucket_class"] = UnitBucket if units else ShardedBucket
         bucket = super().make_bucket(parameters, **options)
-        for unit in units:  # a tied matrix is in two
+        bucket.units = units
+        for unit in units:
             unit.buckets.append(bucket)
         return bucket
 
@@ -257,7 +267,7 @@ class FSDP(ZeRO):
         """Its backward is over: reduce its buckets even if a gradient never came on this rank.
         Other ranks have reduced them, and all must call collectives in one order."""
         # A tied matrix goes with its first unit
-        self._reduce_full(also=[b for b in unit.buckets if b.place.units[0] is unit])
+        self._reduce_full(also=[b for b in unit.buckets if b.units[0] is unit])
 
     def release_all(self):
         for unit in self.units:

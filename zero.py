@@ -533,14 +533,12 @@ class ZeRO(BucketedZeRO):
     splits: of HSDP (ZeRO within a node, replicas across nodes): {data group: (the ranks that split
     this replica, the ranks with the same shards, one of each replica)}."""
 
-    units = ()  # those of fsdp.py
-
     def __init__(self, model, group, stage, *args, scopes=None, splits=None, **options):
         self.scopes, self.splits = scopes or {None: model}, splits or {}
         self.scope, self.inputs_only = None, False  # of the running backward pass, see `around`
         self.replica_sums = []  # works
         self.cut_groups = find_cut_groups(model.parameters(), group if stage > 0 else None)
-        self.places = find_places(model, group, self.scopes, self.splits, self.units)
+        self.places = find_places(model, group, self.scopes, self.splits)
         super().__init__(model, group, stage, *args, **options)
         del self.places  # it would keep the parameters that the views have replaced
         check_zero_composition(self)
@@ -612,21 +610,18 @@ class Place(NamedTuple):
     across: object  # those with the same shards, one of each replica; None: there is one replica
     partial: tuple  # groups over which gradients are partial sums
     scopes: tuple  # the pipeline stages that use them, each with a backward per micro-batch
-    units: tuple  # fsdp.py's units that use them
 
 
-def find_places(model, group, scopes, splits, units):
+def find_places(model, group, scopes, splits):
     """{parameter: its Place}"""
     of_scope = {scope: set(module.parameters()) for scope, module in scopes.items()}
-    of_unit = {unit: set(unit.module.parameters()) for unit in units}
     places = {}
     for p in model.parameters():
         data_group = placed(p, "data", group)
         inside, across = splits.get(data_group, (data_group, None))
         partial = tuple(placed(p, "partial", ()))
         in_scopes = tuple(scope for scope in of_scope if p in of_scope[scope])
-        in_units = tuple(unit for unit in of_unit if p in of_unit[unit])
-        places[p] = Place(inside, across, partial, in_scopes, in_units)
+        places[p] = Place(inside, across, partial, in_scopes)
     return places
 
 
