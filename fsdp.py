@@ -329,7 +329,7 @@ def check_state_dict(*_):
 
 import harness
 import proof
-import receipts.zero
+import zero
 from harness import zero_flags
 
 
@@ -339,30 +339,8 @@ def main():
     parser.set_defaults(stage=3)
     args = parser.parse_args()
     harness.configure(args)
-    proof.launch(demo, args, check=functools.partial(zero_flags.check_world, args))
-
-
-def demo(run):
-    args = run.args
-    group, splits = zero_flags.make_groups(run)
-    model = run.meta_model()
-    optimizer = functools.partial(harness.make_optimizer, args=args)
-    options = zero_flags.options(run, model, stage=3)
-    fsdp = FSDP(model, group, optimizer, args.microbatches, splits=splits, **options)
-    for step in run.steps(fsdp):
-        fsdp.zero_grad()
-        loss = run.zero()
-        for tokens, targets, samples in run.microbatches(step, run.rank, run.world):
-            part = model(tokens, targets=targets, target_count=run.target_count, sample_ids=samples)
-            part.backward()
-            loss += part.detach()
-        dist.all_reduce(loss)
-        norm = fsdp.grad_norm()
-        run.check(loss, norm, lambda: fsdp.gather_full(model.named()))
-        fsdp.clip(norm, args.grad_clip)
-        fsdp.step()
-        run.log(loss, norm)
-    return run.receipt(*receipts.zero.of_demo(run))
+    # The training loop is zero.py's, with FSDP(...)
+    proof.launch(zero.demo, args, check=functools.partial(zero_flags.check_world, args))
 
 
 if __name__ == "__main__":

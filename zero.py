@@ -742,17 +742,20 @@ def main():
     if args.fit:
         return receipts.zero.fit()
     harness.configure(args)
-    train = fsdp.demo if args.stage == 3 else demo
-    proof.launch(train, args, check=functools.partial(zero_flags.check_world, args))
+    proof.launch(demo, args, check=functools.partial(zero_flags.check_world, args))
 
 
 def demo(run):
     args = run.args
     group, splits = zero_flags.make_groups(run)
     model = run.meta_model()
-    optimizer = functools.partial(harness.make_optimizer, args=args)
     options = zero_flags.options(run, model, args.stage)
-    zero = ZeRO(model, group, args.stage, optimizer, args.microbatches, splits=splits, **options)
+    options |= dict(microbatches=args.microbatches, splits=splits)
+    options["make_optimizer"] = functools.partial(harness.make_optimizer, args=args)
+    if args.stage == 3:
+        zero = fsdp.FSDP(model, group, **options)
+    else:
+        zero = ZeRO(model, group, args.stage, **options)
     for step in run.steps(zero):
         zero.zero_grad()
         loss = run.zero()

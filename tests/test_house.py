@@ -63,8 +63,8 @@ CEILINGS = {
     "benchmarks": 2670,
 }
 DEMO = "# --- demo ---"
-# Demos that a lesson runs for another one: `ddp.py --sync server`, `zero.py --stage 3`
-HANDED_OVER = {"fsdp.demo", "parameter_server.synchronous", "pipeline.main"}
+# Demos that a lesson runs for another one: `ddp.py --sync server`, and fsdp.py's
+HANDED_OVER = {"zero.demo", "parameter_server.synchronous", "pipeline.main"}
 
 
 def files():

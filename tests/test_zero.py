@@ -379,9 +379,8 @@ def test_demo(ranks, text, world):
         for flags in DEMOS[world]:
             args = zero.flags().parse_args(f"{FLAGS} {flags} --data {text}".split())
             run = proof.Run(args, rank, world, torch.device("cpu"))
-            demo = fsdp.demo if args.stage == 3 else zero.demo
             with case(flags):
-                assert demo(run) == 0
+                assert zero.demo(run) == 0
                 if rank == 0:
                     groups = {row["group"] for row in run.result["sent"]}
                     assert groups == ({"dp", "inside", "across"} if args.shard_ranks else {"dp"})
