@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 
 import pytest
 from conftest import ROOT
@@ -80,6 +81,17 @@ def test_links_lead_somewhere(page):
             titles = re.findall(r"^#+ (.*)$", file.read_text(), re.M)
             anchors = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
             assert anchor in anchors, f"{page.name} links to {target}"
+
+
+def test_code_is_that_of_the_lessons():
+    """A block with a file's name has lines of this file, at any depth."""
+    block = re.compile(r'^```python title="(.*?)"\n(.*?)^```$', re.M | re.S)
+    quoted = [(page, *found) for page in PAGES for found in block.findall(page.read_text())]
+    assert len(quoted) > 10
+    for page, name, code in quoted:
+        source = (ROOT / name).read_text()
+        depths = [textwrap.indent(code, " " * depth) for depth in (0, 4, 8)]
+        assert any(lines in source for lines in depths), f"{page.name} shows an older {name}"
 
 
 @pytest.mark.commands
