@@ -321,9 +321,10 @@ class OwnedBucket:
     """A matrix, or vectors, as two flat tensors: each p and p.grad is a view of them. They belong
     to the rank `owner`. owner None: each rank owns 1/N of the elements, and AdamW steps on them.
 
-    owned   {rank: the elements that it owns}, each with a message in sum and one in send
-    own     this rank's
-    pieces  what this rank owns of each parameter; the parameter itself if it is the owner
+    owned         {rank: the elements that it owns}, each with a message in sum and one in send
+    own_slice     this rank's
+    own_gradient  this rank's part of the gradients
+    pieces        what this rank owns of each parameter; the parameter itself if it is the owner
     """
 
     def __init__(self, parameters, owner, group):
@@ -337,8 +338,8 @@ class OwnedBucket:
         owners = range(min(ranks, size)) if owner is None else [owner]  # each owns something
         ends = [size * i // len(owners) for i in range(len(owners) + 1)]
         self.owned = {r: slice(start, end) for r, start, end in zip(owners, ends, ends[1:])}
-        self.own = self.owned.get(rank, slice(0, 0))
-        self.own_gradient = self.gradients[self.own]
+        self.own_slice = self.owned.get(rank, slice(0, 0))
+        self.own_gradient = self.gradients[self.own_slice]
         self.slices, self.pieces = [], []
         end = 0
         for p in parameters:
@@ -347,8 +348,8 @@ class OwnedBucket:
             p.grad = self.gradients[start:end].view_as(p)
             piece = p
             if owner != rank:  # what of p is in `own`: with another owner nothing
-                piece_start = max(start, self.own.start)
-                piece_end = max(min(end, self.own.stop), piece_start)
+                piece_start = max(start, self.own_slice.start)
+                piece_end = max(min(end, self.own_slice.stop), piece_start)
                 piece = nn.Parameter(self.weights[piece_start:piece_end])
                 piece.grad = self.gradients[piece_start:piece_end]
             self.slices.append(slice(start, end))

@@ -375,25 +375,25 @@ class ShardedBucket:
         # 1  Where the parameters are in the flat tensor, and how much of each is in this shard
         sizes = [p.numel() for p in parameters]
         length = max(-(-sum(sizes) // self.ranks), 1)  # rounded up; gloo refuses empty messages
-        self.own = slice(rank * length, (rank + 1) * length)
+        self.own_slice = slice(rank * length, (rank + 1) * length)
         sizes.append(self.ranks * length - sum(sizes))  # padding; no p, so zip() leaves it out
         self.slices, self.piece_sizes = [], []
         end = 0
         for size in sizes:
             start, end = end, end + size
-            in_shard = min(end, self.own.stop) - max(start, self.own.start)
+            in_shard = min(end, self.own_slice.stop) - max(start, self.own_slice.start)
             self.slices.append(slice(start, end))
             self.piece_sizes.append(max(in_shard, 0))
         # 2  The weights, a bucket at a time: a large model is never whole on any rank
         values = [value(p).detach().flatten() for p in parameters]
         full = torch.cat([*values, values[0].new_zeros(sizes[-1])])  # (S,)
         self.weights = full.to(param_dtype or full.dtype)
-        self.shard = self.weights[self.own]
+        self.shard = self.weights[self.own_slice]
         if not self.keeps_weights:
             self.shard = self.shard.clone()
         self.master = self.shard
         if self.trainable and (offload or full.dtype != self.weights.dtype):
-            self.master = full[self.own].to("cpu" if offload else full.device, copy=True)
+            self.master = full[self.own_slice].to("cpu" if offload else full.device, copy=True)
         self.parameters, self.pieces = [], []
         for p, part, piece in zip(parameters, self.slices, self.master.split(self.piece_sizes)):
             # New, because p.data can't leave the meta device. `weights` and .data have two version
@@ -409,7 +409,7 @@ class ShardedBucket:
         self.reduce_dtype = reduce_dtype or self.weights.dtype
         if self.trainable and stage < 2:
             self.allocate_gradients()
-            self.gradient_shard = self.gradients[self.own]
+            self.gradient_shard = self.gradients[self.own_slice]
         elif self.trainable:
             self.gradient_shard = self.weights.new_zeros(length, dtype=self.reduce_dtype)
         # 4  Staging buffers for offload: page-locked memory lets copies overlap the host's work.
@@ -454,7 +454,7 @@ class ShardedBucket:
         if self.stage == 0:
             return dist.all_reduce(self.gradients, **options)
         if not self.on_gloo:
-            return reduce_scatter_tensor(self.gradients[self.own], self.gradients, **options)
+            return reduce_scatter_tensor(self.gradients[self.own_slice], self.gradients, **options)
         # gloo's own sends twice as much: send each rank its shard, and add up what arrives
         self.received = torch.empty_like(self.gradients)
         return dist.all_to_all_single(self.received, self.gradients, **options)
@@ -463,10 +463,10 @@ class ShardedBucket:
         """The messages of a reduction have arrived. Stage 2 frees all but this rank's shard."""
         if self.received is not None:
             shards = self.received.view(self.ranks, -1)
-            torch.sum(shards, 0, out=self.gradients[self.own])
+            torch.sum(shards, 0, out=self.gradients[self.own_slice])
             self.received = None
         if self.stage >= 2:
-            self.gradient_shard += self.gradients[self.own]
+            self.gradient_shard += self.gradients[self.own_slice]
             self.gradients = None
 
     def start_update(self):

@@ -26,7 +26,7 @@ def owned_by(muon, groups, cuts_within):
     matrices = others = 0
     partial, gathered = {}, {}
     for bucket in muon.buckets:
-        size = bucket.own.stop - bucket.own.start
+        size = bucket.own_slice.stop - bucket.own_slice.start
         if bucket.owner is None:
             others += size
         else:

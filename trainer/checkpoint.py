@@ -97,7 +97,7 @@ def holdings(named, optimizer):
         return
     for bucket in optimizer.buckets:
         for p, place, piece in zip(bucket.parameters, bucket.slices, bucket.pieces):
-            first = max(bucket.own.start - place.start, 0)
+            first = max(bucket.own_slice.start - place.start, 0)
             yield names[p], p, piece.data.view(-1), first, piece, states.get(piece, {})
 
 
