@@ -111,9 +111,7 @@ class BucketedZeRO:
     make_optimizer(pieces): one that works element by element. microbatches: the backward passes of
     a step. bucket_bytes: of the largest bucket; a larger parameter has one of its own.
     reduce_each=False: stage 2 reduces in the last backward pass only; it sends less, and holds all
-    gradients until then. gather_before: modules, such as fsdp.default_units(model), that wait for
-    their new weights when their forward begins, so that step() does not. Nobody else may read these
-    weights, or write the masters, before. options: see ShardedBucket.
+    gradients until then. options: see ShardedBucket.
 
     Before: all ranks have equal weights, loaded, tied and frozen in their final form. Not checked:
     equal weights. DDP broadcasts rank 0's weights and buffers; this doesn't. ZeRO puts new
@@ -131,7 +129,6 @@ class BucketedZeRO:
         microbatches=1,
         bucket_bytes=25 << 20,
         reduce_each=True,
-        gather_before=(),
         **options,
     ):
         self.model, self.group, self.stage, self.microbatches = model, group, stage, microbatches
@@ -158,9 +155,6 @@ class BucketedZeRO:
             for i, p in enumerate(bucket.parameters):
                 p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket, i))
         self.optimizer = make_optimizer(pieces)
-        # 3  Some modules wait for the new weights themselves
-        self.gathered_late = set()
-        self._gather_before(gather_before)
         check_zero_arguments(self)
 
     def kind_of(self, p):
@@ -169,18 +163,6 @@ class BucketedZeRO:
 
     def make_bucket(self, parameters, **options):
         return ShardedBucket(parameters, self.group, self.stage, self.microbatches, **options)
-
-    def _gather_before(self, modules):
-        waiting = {p for module in modules for p in module.parameters()}
-        # A weight outside of the modules is read without a wait: step() waits for its bucket
-        late = [bucket for bucket in self.buckets if waiting.issuperset(bucket.parameters)]
-        self.gathered_late.update(late)
-        for module in modules:
-            parameters = set(module.parameters())
-            buckets = [b for b in late if not parameters.isdisjoint(b.parameters)]
-            module.register_forward_pre_hook(lambda *_, own=buckets: wait_for_weights(own))
-        for module in self.model.modules():
-            module.register_state_dict_pre_hook(lambda *_: wait_for_weights(late))
 
     # --- a step
     #
@@ -255,7 +237,7 @@ class BucketedZeRO:
         for bucket in reversed(buckets or self.buckets):  # forward needs the last bucket first
             bucket.wait_for_weights()  # of the step before, if there was no forward since
             bucket.start_update()
-        wait_for_weights(b for b in self.buckets if b not in self.gathered_late)
+        wait_for_weights(b for b in self.buckets if not b.waits_in_forward)
 
     # --- the queue of a backward pass
     #
@@ -354,6 +336,7 @@ class ShardedBucket:
     optimizer states in the host's memory."""
 
     keeps_weights = True  # fsdp.py frees them
+    waits_in_forward = False  # for new weights: see ZeRO's gather_before
 
     def __init__(
         self,
@@ -531,9 +514,14 @@ class ZeRO(BucketedZeRO):
     scopes: {pipeline stage: its module}, of a rank with several stages. Each of them has a backward
     pass per micro-batch. In stage 2 the pipeline says which one runs: `around`.
     splits: of HSDP (ZeRO within a node, replicas across nodes): {data group: (the ranks that split
-    this replica, the ranks with the same shards, one of each replica)}."""
+    this replica, the ranks with the same shards, one of each replica)}.
+    gather_before: modules, such as fsdp.default_units(model), that wait for their new weights when
+    their forward begins, so that step() does not. Nobody else may read these weights, or write the
+    masters, before."""
 
-    def __init__(self, model, group, stage, *args, scopes=None, splits=None, **options):
+    def __init__(
+        self, model, group, stage, *args, scopes=None, splits=None, gather_before=(), **options
+    ):
         self.scopes, self.splits = scopes or {None: model}, splits or {}
         self.scope, self.inputs_only = None, False  # of the running backward pass, see `around`
         self.replica_sums = []  # works
@@ -541,6 +529,7 @@ class ZeRO(BucketedZeRO):
         self.places = find_places(model, group, self.scopes, self.splits)
         super().__init__(model, group, stage, *args, **options)
         del self.places  # it would keep the parameters that the views have replaced
+        self._gather_before(gather_before)
         check_zero_composition(self)
 
     def kind_of(self, p):
@@ -552,6 +541,19 @@ class ZeRO(BucketedZeRO):
         bucket = bucket_class(parameters, place.group, self.stage, passes, **options)
         bucket.place = place
         return bucket
+
+    def _gather_before(self, modules):
+        waiting = {p for module in modules for p in module.parameters()}
+        # A weight outside of the modules is read without a wait: step() waits for its bucket
+        late = [bucket for bucket in self.buckets if waiting.issuperset(bucket.parameters)]
+        for bucket in late:
+            bucket.waits_in_forward = True
+        for module in modules:
+            parameters = set(module.parameters())
+            buckets = [b for b in late if not parameters.isdisjoint(b.parameters)]
+            module.register_forward_pre_hook(lambda *_, own=buckets: wait_for_weights(own))
+        for module in self.model.modules():
+            module.register_state_dict_pre_hook(lambda *_: wait_for_weights(late))
 
     @contextlib.contextmanager
     def around(self, action):
