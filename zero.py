@@ -29,7 +29,6 @@ Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054.
 
 import contextlib
 import functools
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -536,10 +535,10 @@ class ZeRO(BucketedZeRO):
         return *super().kind_of(p), self.places[p]
 
     def make_bucket(self, parameters, bucket_class=ShardedBucket, **options):
-        place = self.places[parameters[0]]
-        passes = self.microbatches * len(place.scopes)
-        bucket = bucket_class(parameters, place.group, self.stage, passes, **options)
-        bucket.place = place
+        group, across, partial, scopes = self.places[parameters[0]]
+        passes = self.microbatches * len(scopes)
+        bucket = bucket_class(parameters, group, self.stage, passes, **options)
+        bucket.across, bucket.partial, bucket.scopes = across, partial, scopes
         return bucket
 
     def _gather_before(self, modules):
@@ -566,7 +565,7 @@ class ZeRO(BucketedZeRO):
             self.scope, self.inputs_only = None, False
 
     def _new_queue(self):
-        return [b for b in super()._new_queue() if self.scope in (None, *b.place.scopes)]
+        return [b for b in super()._new_queue() if self.scope in (None, *b.scopes)]
 
     def _reduce_full(self, also=()):
         if not self.inputs_only:  # I of a split backward: W brings the weights' gradients later
@@ -574,9 +573,8 @@ class ZeRO(BucketedZeRO):
 
     def _reduced(self, bucket):
         super()._reduced(bucket)
-        across = bucket.place.across
-        if across is not None and bucket.passes_left == 0:
-            work = dist.all_reduce(bucket.gradient_shard, group=across, async_op=True)
+        if bucket.across is not None and bucket.passes_left == 0:
+            work = dist.all_reduce(bucket.gradient_shard, group=bucket.across, async_op=True)
             self.replica_sums.append(work)
 
     def _reduce_all(self, given_up=False):
@@ -585,7 +583,7 @@ class ZeRO(BucketedZeRO):
             work.wait()
         self.replica_sums.clear()
         for bucket in self.trainable:
-            for group in bucket.place.partial:
+            for group in bucket.partial:
                 dist.all_reduce(bucket.gradient_shard, group=group)
 
     def grad_norm(self, pipeline_group=None):
@@ -596,7 +594,7 @@ class ZeRO(BucketedZeRO):
         for bucket in self.trainable:
             parts = bucket.gradient_shard.split(bucket.piece_sizes)
             for p, part in zip(bucket.parameters, parts):
-                if is_counted(p, self.cut_groups, pipeline_group, bucket.place.across):
+                if is_counted(p, self.cut_groups, pipeline_group, bucket.across):
                     counted.append(part)
         total = sum_of_squares(counted)
         for group in [self.group if self.stage > 0 else None, *self.cut_groups, pipeline_group]:
@@ -605,17 +603,13 @@ class ZeRO(BucketedZeRO):
         return total.sqrt()
 
 
-class Place(NamedTuple):
-    """Which ranks share a bucket's parameters, and which backward passes bring their gradients."""
-
-    group: object  # the ranks that split this replica
-    across: object  # those with the same shards, one of each replica; None: there is one replica
-    partial: tuple  # groups over which gradients are partial sums
-    scopes: tuple  # the pipeline stages that use them, each with a backward per micro-batch
-
-
 def find_places(model, group, scopes, splits):
-    """{parameter: its Place}"""
+    """{parameter: which ranks share it, and which backward passes bring its gradients}, namely
+
+    group    the ranks that split this replica
+    across   those with the same shards, one of each replica; None: there is one replica
+    partial  groups over which its gradient is a partial sum
+    scopes   the pipeline stages that use it, each with a backward pass per micro-batch"""
     of_scope = {scope: set(module.parameters()) for scope, module in scopes.items()}
     places = {}
     for p in model.parameters():
@@ -623,7 +617,7 @@ def find_places(model, group, scopes, splits):
         inside, across = splits.get(data_group, (data_group, None))
         partial = tuple(placed(p, "partial", ()))
         in_scopes = tuple(scope for scope in of_scope if p in of_scope[scope])
-        places[p] = Place(inside, across, partial, in_scopes)
+        places[p] = inside, across, partial, in_scopes
     return places
 
 
@@ -651,7 +645,7 @@ def find_cut_groups(parameters, data_group):
     return [g for g in groups if data_group is None or not is_within(g, data_group)]
 
 
-def is_counted(p, cut_groups, pipeline_group, across=None):
+def is_counted(p, cut_groups, pipeline_group, across):
     """Whether the norm counts this rank's part of p. Of ranks with the same part the first does."""
     same = [group for group in cut_groups if group not in groups_cutting(p)]
     if across is not None:
@@ -677,7 +671,7 @@ def check_zero_arguments(zero):
 
 
 def check_zero_composition(zero):
-    if not all(bucket.place.scopes for bucket in zero.trainable):
+    if not all(bucket.scopes for bucket in zero.trainable):
         raise ValueError("a trained parameter of the model is in none of the scopes")
     for group, across in zero.splits.values():
         if across is not None:  # ranks with different shards would be added
