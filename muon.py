@@ -130,12 +130,12 @@ class Muon:
             muon.clip(muon.grad_norm(), 1.0)           # clip_grad_norm_ would be wrong: see below
             muon.step()
 
-    p.grad is the sum of all ranks' on p's owner only. To read it elsewhere call gather_gradients().
+    p.grad is the sum of all ranks' on p's owner only. To read it elsewhere call gather_full().
     Before: all ranks have equal weights, on one device, tied and frozen in their final form.
     microbatches: the backward passes of a step. Matrices have weight decay, the embedding too. All
     settings of the optimizers are in the param_groups of muon.muon and muon.adamw. Momentum and
-    decay move a parameter without a gradient, too. scopes: of a pipeline, {stage: module}. more: of
-    PlainMuon."""
+    decay move a parameter without a gradient, too. scopes: of a pipeline, {stage: module}. more:
+    momentum and dtype of PlainMuon."""
 
     def __init__(
         self, model, group, matrices, lr=1e-3, weight_decay=0.1, microbatches=1, scopes=None, **more
@@ -222,7 +222,7 @@ class Muon:
 
     def finish(self):
         """After the last backward of a step: each gradient is complete, on its owner. grad_norm(),
-        step() and gather_gradients() call it, too."""
+        step() and gather_full() call it, too."""
         if self.last_call == "finish":
             return
         self._start_full_buckets(rest=True)
@@ -257,11 +257,11 @@ class Muon:
         total = torch.zeros((), dtype=torch.float64, device=self.buckets[0].weights.device)
         cut_groups = dict.fromkeys(group for bucket in self.buckets for group in bucket.cut_groups)
         for bucket in self.buckets:
-            # Of ranks that own the same part of a whole parameter only the first counts it
-            same = [group for group in cut_groups if group not in bucket.cut_groups]
+            # Of ranks that own the same part of a parameter only the first counts it
+            replicated_over = [group for group in cut_groups if group not in bucket.cut_groups]
             if pipeline_group is not None:  # two stages may have one matrix
-                same += [group for group in bucket.partial if is_within(group, pipeline_group)]
-            if all(dist.get_rank(group) == 0 for group in same):
+                replicated_over += [g for g in bucket.partial if is_within(g, pipeline_group)]
+            if all(dist.get_rank(group) == 0 for group in replicated_over):
                 norm = torch.linalg.vector_norm(bucket.own_gradient, dtype=torch.float64)
                 total += norm.square()
         for group in [self.group, *cut_groups, pipeline_group]:
@@ -283,17 +283,14 @@ class Muon:
             self.works += bucket.send_from_owners(bucket.weights)
         self._wait()
 
-    def gather_full(self, named):
-        """As ZeRO's: the (name, parameter) pairs, with complete gradients. All ranks call it."""
-        self.gather_gradients()
-        return list(named)
-
-    def gather_gradients(self):
-        """Bring the complete gradients to every rank's p.grad, for checks. All ranks call it."""
+    def gather_full(self, named=()):
+        """Bring the complete gradients to every rank's p.grad, for checks. All ranks call it.
+        Returns the (name, parameter) pairs that it gets, as ZeRO's."""
         self.finish()
         for bucket in self.buckets:
             self.works += bucket.send_from_owners(bucket.gradients)
         self._wait()
+        return list(named)
 
 
 # --- owners

@@ -647,12 +647,12 @@ def find_cut_groups(parameters, data_group):
 
 def is_counted(p, cut_groups, pipeline_group, across):
     """Whether the norm counts this rank's part of p. Of ranks with the same part the first does."""
-    same = [group for group in cut_groups if group not in groups_cutting(p)]
+    replicated_over = [group for group in cut_groups if group not in groups_cutting(p)]
     if across is not None:
-        same.append(across)
+        replicated_over.append(across)
     if pipeline_group is not None:  # several stages may have one matrix
-        same += [g for g in placed(p, "partial", ()) if is_within(g, pipeline_group)]
-    return all(dist.get_rank(group) == 0 for group in same)
+        replicated_over += [g for g in placed(p, "partial", ()) if is_within(g, pipeline_group)]
+    return all(dist.get_rank(group) == 0 for group in replicated_over)
 
 
 # --- mistakes that would be silent: refused

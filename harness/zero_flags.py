@@ -14,7 +14,7 @@ def add_flags(group, bucket_mb, ranks_flag, dtypes=UNSCALED):
     why = "ZeRO within groups of N ranks, such as a node, and copies across them (HSDP)"
     group.add_argument(ranks_flag, type=count(2), metavar="N", help=why)
     if bucket_mb is not None:
-        why = "of a bucket: large ones send faster, small ones start earlier"
+        why = "of a bucket: large ones send faster, small ones start earlier (FSDP, Muon: none)"
         group.add_argument("--bucket-mb", **MEGABYTES, default=bucket_mb, help=why)
     why = "ZeRO 2, 3: reduce gradients once a step, not each micro-batch: sends less, holds more"
     group.add_argument("--reduce-once", action="store_true", help=why)

@@ -404,9 +404,7 @@ class Layout(OneProcess):
                 self.sharded.update_weights()
 
     def named(self):
-        if self.kind == "muon":
-            self.sharded.gather_gradients()
-        if self.sharded is None or self.kind == "muon":
+        if self.sharded is None:
             return super().named()
         return dict(self.sharded.gather_full([*super().named().items()]))
 
