@@ -68,8 +68,9 @@ gpt2      --zero 3
 dropout   --pp 2 --schedule zb-v --microbatches 3 --tp 2 --recompute block DEEP
 dropout-grouped --pp 2 --schedule zb-h2 --microbatches 4 --tp 2 --recompute half DEEP
 moe-top-1 --pp 2 --schedule dualpipev --dp 2 --ep 2 --zero 2 --microbatches 6 --recompute block DEEP
-moe       --schedule dualpipev --dp 2 --ep 2 --zero 1 --microbatches 3 --expert-chunks 2 DEEP
+moe       --schedule dualpipev --dp 2 --ep 2 --zero 1 --microbatches 3 --expert-chunks 2
 moe-gpt2  --pp 2 --schedule dualpipev --dp 2 --ep 2 --zero 3 --microbatches 6 --keep-gathered DEEP
+moe-gpt2  --schedule dualpipev --cp 2 --ep 2 --tp 2 --sp --microbatches 2 SHALLOW
 sgd       --pp 2 --schedule interleaved --dp 2 --zero 2 --microbatches 2 --recompute selective DEEP
 llama     --pp 2 --schedule interleaved --dp 2 --zero 3 --microbatches 2 --reduce-once DEEP
 gpt2      --pp 2 --schedule zb-h1 --dp 2 --zero 3 --microbatches 3 --recompute selective
