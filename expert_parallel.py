@@ -125,7 +125,7 @@ def run_experts(experts, rows, incoming):
 #     sum_replicated_gradients(model.parameters(), group)  # then step
 #
 # A norm to clip by must count all ranks' experts: take tensor_parallel.py's grad_norm.
-# docs/learn/experts.md lists the mistakes that nothing catches.
+# docs/fix/not-checked.md lists the mistakes that nothing catches.
 
 # --- the all-to-all in two halves: computation fits in between
 

@@ -165,7 +165,7 @@ class RowParallelLinear(nn.Module):
 #     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
 #     optimizer.step()
 #
-# docs/learn/tensor-parallelism.md lists the mistakes that nothing catches, in dropout for example.
+# docs/fix/not-checked.md lists the mistakes that nothing catches, in dropout for example.
 
 # --- the vocabulary, split too: V/t rows of the embedding and V/t logits per token on each rank
 
