@@ -6,18 +6,18 @@
     embedding   g0 + g1 + g2 -->  ranks 0, 1 and 2: AdamW on a third each     --> new embedding
 
 Muon replaces a matrix's momentum U S V^T by about U V^T, in five Newton-Schulz steps, so that all
-directions move alike. These need whole matrices, not the shards of zero.py: ranks share them out.
+directions move alike. The steps need whole matrices, not zero.py's shards: each rank owns some.
 
 Split     The layers' matrices, by the FLOPs of their iteration, largest first. All other parameters
           take AdamW, which works on any piece: each rank owns 1/N of each.
 Sent      2 r P e bytes on average, r = (N-1)/N, for P parameters of e bytes on N ranks: as ZeRO-1.
-          Messages: each matrix is reduced to its owner, and broadcast; what has N owners N times.
+          A matrix is one reduce to its owner and one broadcast; what has N owners is N of each.
 Held      Weights and gradients whole, and 1/N of the states: one number per element of a matrix.
 Computed  20 m m n + 10 m m m FLOPs for a matrix of m x n, m <= n, once a step, on one rank.
 Backward  The model's own. A matrix's sum starts once its gradient is there; only its owner gets it.
 Use       For the layers of a language model: a lower loss than AdamW's after as many tokens.
-Limits    One rank iterates a matrix, so that more ranks than matrices are no faster. The ranks
-          of tensor parallelism gather a matrix that they share, and all iterate on it.
+Limits    One rank iterates on a matrix, so more ranks than matrices are no faster. The ranks of
+          tensor parallelism gather a matrix that they share, and all of them iterate on it.
 
     torchrun --nproc_per_node=4 muon.py                 python muon.py --family llama --experts 4
 
@@ -516,14 +516,14 @@ def demo(run):
             part = model(tokens, targets=targets, target_count=run.target_count, sample_ids=samples)
             part.backward()
             loss += part.detach()
-        early = muon.started  # buckets whose reduction hides behind backward
+        started_in_backward = muon.started  # buckets whose reduction hides behind backward
         dist.all_reduce(loss)
         norm = muon.grad_norm()
         run.check(loss, norm, lambda: muon.gather_full(model.named()))
         muon.clip(norm, args.grad_clip)
         muon.step()
         run.log(loss, norm)
-    return run.receipt(*receipts.muon.of_demo(run, muon, early))
+    return run.receipt(*receipts.muon.of_demo(run, muon, started_in_backward))
 
 
 if __name__ == "__main__":

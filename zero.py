@@ -96,7 +96,7 @@ class PlainZeRO1:
 
 class BucketedZeRO:
     """Trains `model` over `group` in stage 0, 1 or 2. Call it by the name ZeRO: that subclass,
-    below, adds only what other kinds of parallelism need.
+    below, is used alike. It adds what other kinds of parallelism and clusters of nodes need.
 
         zero = ZeRO(model, group, 1, torch.optim.AdamW, microbatches=2)
         for micro_batches, target_count in batches:    # this rank's rows; all ranks' targets
@@ -508,15 +508,16 @@ def group_parameters(parameters, bucket_bytes, kind_of):
 
 
 class ZeRO(BucketedZeRO):
-    """BucketedZeRO that heeds p.placement, which other kinds of parallelism write (see `placed`).
+    """BucketedZeRO beside other kinds of parallelism: it reads p.placement, which they write (see
+    `placed`), sums partial gradients, and counts each parameter once in the norm. Its options:
 
-    scopes: {pipeline stage: its module}, of a rank with several stages. Each of them has a backward
-    pass per micro-batch. In stage 2 the pipeline says which one runs: `around`.
-    splits: of HSDP (ZeRO within a node, replicas across nodes): {data group: (the ranks that split
-    this replica, the ranks with the same shards, one of each replica)}.
-    gather_before: modules, such as fsdp.default_units(model), that wait for their new weights when
-    their forward begins, so that step() does not. Nobody else may read these weights, or write the
-    masters, before."""
+    scopes         a pipeline's rank with several stages: {stage: its module}. Each has a backward
+                   pass per micro-batch, and the pipeline says which one is running: `around`
+    splits         HSDP, ZeRO within a node and replicas across nodes: {data group: (the ranks that
+                   split this replica, the ranks with the same shards, one of each replica)}
+    gather_before  modules, such as fsdp.default_units(model), that wait for their new weights when
+                   their forward begins, so that step() does not wait for these. Before that nobody
+                   else may read these weights, or write the masters"""
 
     def __init__(
         self, model, group, stage, *args, scopes=None, splits=None, gather_before=(), **options
