@@ -108,30 +108,18 @@ class BucketedZeRO:
             zero.step()                                # a scheduler goes on zero.optimizer
 
     make_optimizer(pieces): one that works element by element. microbatches: the backward passes of
-    a step. bucket_bytes: of the largest bucket; a larger parameter has one of its own.
-    reduce_each=False: stage 2 reduces in the last backward pass only; it sends less, and holds all
-    gradients until then. options: see ShardedBucket.
+    a step. bucket_bytes: of the largest bucket; a larger parameter has one of its own. options: see
+    ShardedBucket.
 
     Before: all ranks have equal weights, loaded, tied and frozen in their final form. Not checked:
     equal weights. DDP broadcasts rank 0's weights and buffers; this doesn't. ZeRO puts new
     parameters into the modules: make optimizers, hooks and references after it. Activation
     checkpointing needs use_reentrant=False."""
 
-    valid_stages = 0, 1, 2
-
     def __init__(
-        self,
-        model,
-        group,
-        stage,
-        make_optimizer,
-        microbatches=1,
-        bucket_bytes=25 << 20,
-        reduce_each=True,
-        **options,
+        self, model, group, stage, make_optimizer, microbatches=1, bucket_bytes=25 << 20, **options
     ):
         self.model, self.group, self.stage, self.microbatches = model, group, stage, microbatches
-        self.reduce_each = reduce_each and stage >= 2  # else in the last backward pass only
         self.queue = []  # buckets that wait for gradients of the running backward pass
         self.works = []  # (bucket, work): reductions on their way
         self.backward_running = False  # still true after an exception
@@ -154,7 +142,6 @@ class BucketedZeRO:
             for i, p in enumerate(bucket.parameters):
                 p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket, i))
         self.optimizer = make_optimizer(pieces)
-        check_zero_arguments(self)
 
     def kind_of(self, p):
         """Parameters in one bucket are of one kind."""
@@ -250,7 +237,7 @@ class BucketedZeRO:
         while self.queue and (not self.queue[0].missing or self.queue[0] in also):
             bucket = self.queue.pop(0)
             bucket.end_pass()
-            if self.reduce_each or bucket.passes_left == 0:
+            if bucket.reduce_each or bucket.passes_left == 0:
                 self.works.append((bucket, bucket.start_reduction()))
             if self.stage >= 2:
                 self._wait(leave=1)  # at most two buckets are whole: one is on its way, one fills
@@ -332,7 +319,8 @@ class ShardedBucket:
 
     passes: the backward passes of a step. value(p): p's initial value, on the device to use, in the
     masters' dtype. Default: p itself. The model may be on the meta device. offload: masters and
-    optimizer states in the host's memory."""
+    optimizer states in the host's memory. reduce_each=False: stage 2 reduces in the last backward
+    pass only; it sends less, and holds all gradients until then."""
 
     keeps_weights = True  # fsdp.py frees them
     waits_in_forward = False  # for new weights: see ZeRO's gather_before
@@ -347,6 +335,7 @@ class ShardedBucket:
         param_dtype=None,
         reduce_dtype=None,
         offload=False,
+        reduce_each=True,
     ):
         self.group, self.stage = group, stage
         self.trainable = parameters[0].requires_grad
@@ -401,6 +390,7 @@ class ShardedBucket:
             self.staged_shard = self.shard.cpu().pin_memory()
             self.staged_gradient = self.gradient_shard.cpu().pin_memory()
         # 5  A step's backward passes, and the parameters without a gradient in the running one
+        self.reduce_each = reduce_each and stage >= 2  # else in the last pass only
         self.passes = self.passes_left = passes
         self.missing = set(range(len(parameters)))
 
@@ -519,6 +509,8 @@ class ZeRO(BucketedZeRO):
                    their forward begins, so that step() does not wait for these. Before that nobody
                    else may read these weights, or write the masters"""
 
+    valid_stages = 0, 1, 2
+
     def __init__(
         self, model, group, stage, *args, scopes=None, splits=None, gather_before=(), **options
     ):
@@ -530,7 +522,7 @@ class ZeRO(BucketedZeRO):
         super().__init__(model, group, stage, *args, **options)
         del self.places  # it would keep the parameters that the views have replaced
         self._gather_before(gather_before)
-        check_zero_composition(self)
+        check_zero_arguments(self)
 
     def kind_of(self, p):
         return *super().kind_of(p), self.places[p]
@@ -669,9 +661,6 @@ def check_zero_arguments(zero):
     if kind in NOT_ELEMENTWISE:
         advice = "take AdamW or SGD; for Muon muon.py"
         raise ValueError(f"{kind} needs whole matrices, ZeRO has pieces of them: {advice}")
-
-
-def check_zero_composition(zero):
     if not all(bucket.scopes for bucket in zero.trainable):
         raise ValueError("a trained parameter of the model is in none of the scopes")
     for group, across in zero.splits.values():
