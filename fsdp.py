@@ -27,7 +27,6 @@ Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054. Zhao et al. 2023, PyTorch FSDP,
 """
 
 import functools
-from collections import defaultdict
 from itertools import pairwise
 
 import torch
@@ -137,7 +136,8 @@ class Unit:
 
     def __init__(self, fsdp, module, scope):
         check_unit(module)
-        self.fsdp, self.module, self.scope, self.buckets = fsdp, module, scope, []
+        self.fsdp, self.scope, self.buckets = fsdp, scope, []
+        self.parameters = set(module.parameters())  # until they are in buckets
         self.previous = self.next_unit = None  # its neighbours in the order of forward
         module.register_forward_pre_hook(self.before_forward)
         module.register_forward_hook(self.after_forward, with_kwargs=True)
@@ -229,21 +229,19 @@ class FSDP(ZeRO):
             for unit, next_unit in pairwise(of_scope):
                 unit.next_unit, next_unit.previous = next_unit, unit
             self.units += of_scope
-        self.units_of = defaultdict(tuple)  # {parameter: its units}: a tied matrix has two
-        for unit in self.units:
-            for p in unit.module.parameters():
-                self.units_of[p] += (unit,)
         options["bucket_bytes"] = float("inf")  # a unit is one bucket
         super().__init__(model, group, 3, make_optimizer, microbatches, **options)
-        del self.units_of  # it would keep the parameters that the views have replaced
+        for unit in self.units:
+            del unit.parameters  # the views have replaced them
         for module in model.modules():
             module.register_state_dict_pre_hook(check_state_dict)
 
     def kind_of(self, p):
-        return *super().kind_of(p), self.units_of[p]
+        units = tuple(unit for unit in self.units if p in unit.parameters)
+        return *super().kind_of(p), units
 
     def make_bucket(self, parameters, **options):
-        units = self.units_of[parameters[0]]
+        *_, units = self.kind_of(parameters[0])  # a tied matrix has two
         options["bucket_class"] = UnitBucket if units else ShardedBucket
         bucket = super().make_bucket(parameters, **options)
         bucket.units = units

@@ -319,7 +319,7 @@ class OwnedBucket:
     to the rank `owner`. owner None: each rank owns 1/N of the elements, and AdamW steps on them.
 
     owned         {rank: the elements that it owns}, each with a message in sum and one in send
-    own_slice     this rank's
+    own_slice     the elements that this rank owns
     own_gradient  this rank's part of the gradients
     pieces        what this rank owns of each parameter; the parameter itself if it is the owner
     """

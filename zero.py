@@ -518,17 +518,29 @@ class ZeRO(BucketedZeRO):
         self.scope, self.inputs_only = None, False  # of the running backward pass, see `around`
         self.replica_sums = []  # works
         self.cut_groups = find_cut_groups(model.parameters(), group if stage > 0 else None)
-        self.places = find_places(model, group, self.scopes, self.splits)
+        self.of_scope = {scope: set(module.parameters()) for scope, module in self.scopes.items()}
         super().__init__(model, group, stage, *args, **options)
-        del self.places  # it would keep the parameters that the views have replaced
+        del self.of_scope  # it would keep the parameters that the views have replaced
         self._gather_before(gather_before)
         check_zero_arguments(self)
 
     def kind_of(self, p):
-        return *super().kind_of(p), self.places[p]
+        return *super().kind_of(p), self.place_of(p)
+
+    def place_of(self, p):
+        """Which ranks share p, and which backward passes bring its gradients:
+
+        group    the ranks that split this replica
+        across   those with the same shards, one of each replica; None: there is one replica
+        partial  groups over which its gradient is a partial sum
+        scopes   the pipeline stages that use it, each with a backward pass per micro-batch"""
+        data_group = placed(p, "data", self.group)
+        group, across = self.splits.get(data_group, (data_group, None))
+        scopes = tuple(scope for scope, used in self.of_scope.items() if p in used)
+        return group, across, tuple(placed(p, "partial", ())), scopes
 
     def make_bucket(self, parameters, bucket_class=ShardedBucket, **options):
-        group, across, partial, scopes = self.places[parameters[0]]
+        group, across, partial, scopes = self.place_of(parameters[0])
         passes = self.microbatches * len(scopes)
         bucket = bucket_class(parameters, group, self.stage, passes, **options)
         bucket.across, bucket.partial, bucket.scopes = across, partial, scopes
@@ -594,24 +606,6 @@ class ZeRO(BucketedZeRO):
             if group is not None and dist.get_world_size(group) > 1:
                 dist.all_reduce(total, group=group)
         return total.sqrt()
-
-
-def find_places(model, group, scopes, splits):
-    """{parameter: which ranks share it, and which backward passes bring its gradients}, namely
-
-    group    the ranks that split this replica
-    across   those with the same shards, one of each replica; None: there is one replica
-    partial  groups over which its gradient is a partial sum
-    scopes   the pipeline stages that use it, each with a backward pass per micro-batch"""
-    of_scope = {scope: set(module.parameters()) for scope, module in scopes.items()}
-    places = {}
-    for p in model.parameters():
-        data_group = placed(p, "data", group)
-        inside, across = splits.get(data_group, (data_group, None))
-        partial = tuple(placed(p, "partial", ()))
-        in_scopes = tuple(scope for scope in of_scope if p in of_scope[scope])
-        places[p] = inside, across, partial, in_scopes
-    return places
 
 
 def placed(p, key, default):

@@ -337,8 +337,8 @@ one bias left out: ddp:DDP.__init__
 ZeRO sums twice: zero:BucketedZeRO.finish
     self.last_call = "finish" -> + [bucket.gradient_shard.mul_(2) for bucket in self.trainable]
     gpt2 --dp 2 --zero 3 -> step 1, backward -> summed once too often, or not averaged, over dp (2)
-copies not summed: zero:find_places
-    inside, across, partial, in_scopes -> inside, None, partial, in_scopes
+copies not summed: zero:ZeRO.place_of
+    return group, across -> return group, None
     sgd --dp 4 --zero 2 --zero-ranks 2 -> step 1, backward -> never summed over inside or across
 no rank adds to a shard: zero:ShardedBucket.start_reduction
     if dist.get_world_size(self.group) == 1: -> if True:
