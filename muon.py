@@ -205,10 +205,9 @@ class Muon:
             bucket.grads_left = bucket.grads_per_step
 
     def _arrived(self, bucket, p):  # autograd has added to p.grad
-        check_before_gradient(self)
+        check_muon_gradient(self, bucket, p)
         self.last_call = "backward"
         bucket.grads_left -= 1
-        check_muon_gradient(bucket, p)
         self._start_full_buckets()
 
     def _start_full_buckets(self, rest=False):
@@ -460,16 +459,13 @@ def check_before_zero_grad(muon):
         )
 
 
-def check_before_gradient(muon):
+def check_muon_gradient(muon, bucket, p):
     if muon.last_call == "finish":
         raise RuntimeError(
             "backward after finish(), which grad_norm() and step() call: its gradient would not be"
             " summed. Call zero_grad() first, and grad_norm() after the last backward"
         )
-
-
-def check_muon_gradient(bucket, p):
-    if bucket.grads_left < 0:
+    if bucket.grads_left == 0:
         raise RuntimeError("more backward passes than microbatches= says")
     if p.grad.untyped_storage()._cdata != bucket.gradients.untyped_storage()._cdata:
         raise RuntimeError("p.grad was replaced: call Muon's zero_grad(), not the model's")

@@ -1,10 +1,10 @@
 """ZeRO: data-parallel ranks split the optimizer's states, and then the gradients.
 
-    stage                  weights   gradients  optimizer  held a parameter  sent per rank and step
-      0   nothing (DDP)    ########  ########   ########   2 + 2 + 12        2 r P e
-      1   optimizer state  ########  ########   ##         2 + 2 + 12/N      2 r P e
-      2   gradients too    ########  ##         ##         2 + 2/N + 12/N    (1+m) r P e
-      3   weights: FSDP    ##        ##         ##         2/N + 2/N + 12/N  3 m r P e
+    stage                  weights   gradients  optimizer  held per parameter  a rank sends per step
+      0   nothing (DDP)    ########  ########   ########   2 + 2 + 12          2 r P e
+      1   optimizer state  ########  ########   ##         2 + 2 + 12/N        2 r P e
+      2   gradients too    ########  ##         ##         2 + 2/N + 12/N      (1+m) r P e
+      3   weights: FSDP    ##        ##         ##         2/N + 2/N + 12/N    3 m r P e
 
 P parameters of e bytes on N ranks (drawn: 4), m micro-batches, r = (N-1)/N. Held, in bytes: weights
 and gradients in 16 bits; in 32 a master copy and Adam's two moments. Stage 3: fsdp.py.
@@ -682,7 +682,7 @@ def check_before_zero_step(zero, give_up):
         if p.untyped_storage()._cdata not in storages:
             raise RuntimeError(
                 f"parameter {name!r} is no longer the one that ZeRO put there: convert, move"
-                " and tie it before ZeRO(model, ...), and make one ZeRO a model"
+                " and tie it before ZeRO(model, ...), and make one ZeRO per model"
             )
 
 
