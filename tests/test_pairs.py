@@ -5,6 +5,7 @@ import contextlib
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import ROOT
 from foreign import EXPERTS, LIMIT, MODELS, STEPS, WIDTH, OneProcess, batch, islands_here, train
@@ -20,8 +21,11 @@ def test_a_split_backward_that_nobody_tells_of(copied, data):
     def work(rank):
         use = Layout(MODELS["heads"](), "sgd", data=data, pp=2, schedule="zb-v")
         use.sync.around = lambda action: contextlib.nullcontext()
-        with refused("scopes={stage: module}.*around=zero.around"):
+        # The error's frames hold what is being sent: without them a slow rank waits for ever
+        with refused("scopes={stage: module}.*around=zero.around") as error:
             train(use)
+        dist.barrier()
+        del error
 
     copied(TOPS, 4, work)
 
