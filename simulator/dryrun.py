@@ -361,15 +361,15 @@ def stretched(two, three, layers):
     )
 
 
-def part_of(played, action):
-    """An action's Part. Of two micro-batches a backward may have been played as one, or in two."""
-    if action in played.actions:
-        return played.actions[action]
+def part_of(parts, action):
+    """An action's Part, of {action: Part}. A backward may have been played as one, or in two."""
+    if action in parts:
+        return parts[action]
     if action.kind == "B":
-        i, w = (played.actions[action._replace(kind=kind)] for kind in "IW")
-        return w._replace(left=i.left + w.left, most=max(i.most, w.most))
-    whole = played.actions[action._replace(kind="B")]
-    return whole._replace(left=0.0) if action.kind == "I" else whole  # kept until W
+        return together([parts[action._replace(kind=kind)] for kind in "IW"])
+    whole = parts[action._replace(kind="B")]
+    left = whole.left if action.kind == "W" else 0.0  # kept until W
+    return whole.scaled(1 / 2)._replace(left=left, most=whole.most)
 
 
 def walk(played, row, pp):
@@ -379,8 +379,9 @@ def walk(played, row, pp):
     alive, peak = {}, 0 if played.on_host else played.rest.most
     messages = 2 * played.message if pp > 1 else 0  # two are expected
     for action in row:
-        part = part_of(played, action._replace(microbatch=min(action.microbatch, last)))
         key = action.stage, action.microbatch
+        alike = action._replace(microbatch=min(action.microbatch, last))
+        part = part_of(played.actions, alike)
         peak = max(peak, sum(alive.values()) + part.most + messages)
         alive[key] = alive.get(key, 0) + part.left
         if action.kind in "BW":

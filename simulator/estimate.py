@@ -11,9 +11,8 @@ import zero_bubble
 from dualpipe import PairedSchedule
 from receipts import pipeline as schedules
 from receipts.formulas import flops_per_token
-from simulator.dryrun import play_brief
+from simulator import dryrun
 from simulator.links import link_of
-from simulator.meter import Part
 
 # Measured time / estimate, of nine in ten of the runs of benchmarks/published.py
 LIKELY = 0.86, 1.24
@@ -83,40 +82,25 @@ def estimate(args, config, cluster, played, sums=None, slower=1.0):
 
 def parts_of_all(args, config, schedule, played):
     """A function that gives any action's Part. A stage that no rank played is like the nearest that
-    is no end of the model, or else like the first, by its number of layers."""
+    is no end of the model, or else like the first, by its number of layers; a micro-batch, like the
+    last but one."""
     layers = [len(layers) for layers in schedules.stage_layers(config, schedule.last + 1)]
-    known = {}  # (stage, kind, whether of the last micro-batch): Part
-    for rank in played:
-        last = max(action.microbatch for action in rank.actions)
-        for action in sorted(rank.actions, key=lambda action: action.microbatch):
-            part, is_last = rank.actions[action], action.microbatch == last
-            known[action.stage, action.kind, is_last] = part
-            known.setdefault((action.stage, action.kind, not is_last), part)  # of a single one
-    stages = sorted({stage for stage, *_ in known})
+    known = {action: part for rank in played for action, part in rank.actions.items()}
+    stages, last = {action.stage for action in known}, max(action.microbatch for action in known)
+    ends = {schedule.last: 2, 0: 1}  # the head is much work, the embedding is little
 
     def nearest(stage):
-        ends = {schedule.last: 2, 0: 1}  # the head is much work, the embedding is little
-        return min(stages, key=lambda s: (ends.get(s, 0), abs(s - stage)))
+        return min(stages, key=lambda s: (s != stage, ends.get(s, 0), abs(s - stage)))
+
+    like = [nearest(stage) for stage in range(len(layers))]
 
     def part_of(action):
-        stage = action.stage if action.stage in stages else nearest(action.stage)
-        is_last = action.microbatch == args.microbatches - 1
-        part = known.get((stage, action.kind, is_last))
-        if part is None:  # of a backward in two parts that was played as one, or the other way
-            both = [known.get((stage, kind, is_last)) for kind in "IW"]
-            if None in both:
-                part = scaled(known[stage, "B", is_last], 1 / 2)
-            else:
-                part = Part(*map(sum, zip(*both)))
-        if stage != action.stage:
-            part = scaled(part, layers[action.stage] / layers[stage])
-        return part
+        stage, is_last = like[action.stage], action.microbatch == args.microbatches - 1
+        m = last if is_last else min(action.microbatch, last - 1)
+        part = dryrun.part_of(known, action._replace(stage=stage, microbatch=m))
+        return part.scaled(layers[action.stage] / layers[stage])
 
     return part_of
-
-
-def scaled(part, factor):
-    return Part(*(seconds * factor for seconds in part))
 
 
 def seconds_until(part, sums):
@@ -137,5 +121,5 @@ def on_their_way(row, part_of):
 def step_of(args, config, cluster, train, sums=None, slower=1.0):
     """The Estimate of a layout; and what its first rank and the last stage's first did. sums,
     slower: see `estimate`."""
-    [played] = play_brief([(args, config)], cluster, train)
+    [played] = dryrun.play_brief([(args, config)], cluster, train)
     return estimate(args, config, cluster, played, sums, slower), played

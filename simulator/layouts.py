@@ -20,6 +20,9 @@ def candidates(args, config, gpus):
             dp, rest = divmod(gpus, tp * pp * cp)
             if rest or config.kv_heads % tp or config.context % (2 * cp * tp):
                 continue
+            # Shorter pieces of sequences are for batches with fewer sequences than devices
+            if cp > 1 and config.context < 2048 * cp and args.batch >= gpus:
+                continue
             if args.batch % dp == 0 and dp * cp % args.ep == 0:
                 yield from of_ranks(args, config, dict(dp=dp, cp=cp, tp=tp, pp=pp, sp=tp > 1))
 

@@ -41,6 +41,9 @@ class Part(NamedTuple):
         """Seconds of computing, with what messages beside it cost it while it lasts."""
         return links.both(self.compute, min(self.beside, links.BESIDE * self.compute))
 
+    def scaled(self, factor):
+        return Part(*(number * factor for number in self))
+
 
 class Meter(ledger.Ledger):
     """A ledger that runs every operation on meta tensors, which have shapes and storages but no

@@ -44,7 +44,8 @@ def plan(args, cluster, prepare, train):
         return scaling(args, cluster, prepare, train)
     config, pieces, tried, rows = search(args, args.gpus[0], cluster, prepare, train)
     report.print_plan(config, cluster, rows)
-    print(f"\n  {what_would_change(tried, rows[0], config, cluster, pieces)}")
+    print("\n  what would change the answer, by formulas:")
+    print("\n".join(what_would_change(tried, rows[0], config, cluster, pieces)))
     report.islands_wait(rows[0].args, config, rows[0].step.seconds)
 
 
@@ -135,8 +136,8 @@ def play_best(fitting, config, cluster, prepare, train):
 
 
 def what_would_change(tried, best, config, cluster, pieces):
-    """A sentence: what by formulas the best layout would be with more memory, slower links or a
-    larger batch, and how much faster."""
+    """Lines: what by formulas the best layout would be with more memory, slower links or a larger
+    batch, and how much faster."""
 
     def formulas(args, links=cluster):
         return by_formulas(args, config, links, pieces)
@@ -151,7 +152,7 @@ def what_would_change(tried, best, config, cluster, pieces):
         words = layouts.words(first.args)
         words = "the same layout" if words == layouts.words(best.args) else words
         gain = round(100 * (batches * here / first.step.seconds - 1)) + 0.0
-        return f"{name}: {words}, {gain:+.0f}% tokens/s"
+        return f"    {name}: {words}, {gain:+.0f}% tokens/s"
 
     larger = [one for one in tried if one.full <= 2 * (1 - HEADROOM)]
     found = [answer("twice the memory", formulas(best.args), larger)]
@@ -165,25 +166,24 @@ def what_would_change(tried, best, config, cluster, pieces):
         args = copy.copy(args)
         args.batch, args.microbatches = 2 * args.batch, 2 * args.microbatches
         twice.append(formulas(args))
-    found.append(answer("twice the batch", twice[0], twice, 2))
-    return f"what would change the answer, by formulas: {'; '.join(found)}"
+    return [*found, answer("twice the batch", twice[0], twice, 2)]
 
 
 def scaling(args, cluster, prepare, train):
-    """The best safe layout of each number of devices, as a table and a picture."""
-    steps, picture = {}, args.plot
+    """The best safe layout of each number of devices, or why there is none, as a table and a
+    picture."""
+    best, picture = {}, args.plot
     harness.check_plot(args)
     args.plot = None  # of the picture the layouts know nothing
     for gpus in args.gpus:
         try:
-            config, _, _, rows = search(args, gpus, cluster, prepare, train)
+            config, _, _, [first, *_] = search(args, gpus, cluster, prepare, train)
+            full = f"too full: the fastest layout takes {first.full:.1%} of the memory"
+            best[gpus] = first if first.safe else full
         except Refused as problem:
-            say(f"{gpus:,} devices: {problem}")
-            continue
-        if rows[0].safe:
-            steps[gpus] = rows[0]
-    if not steps:
-        raise Refused(f"no layout of {args.gpus} devices fits: give more --gpus")
-    report.print_scaling(args, config, cluster, steps)
+            best[gpus] = str(problem).partition(":")[0]
+    if all(isinstance(one, str) for one in best.values()):
+        raise Refused(f"{'; '.join(best.values())}: give more --gpus, or another --batch")
+    report.print_scaling(args, config, cluster, best)
     if picture:
-        report.plot(args, config, cluster, steps, picture)
+        report.plot(args, config, cluster, best, picture)

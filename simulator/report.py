@@ -20,7 +20,7 @@ HELD = ("parameters", "gradients", "optimizer", "gathered", "activations_peak")
 
 def report(args, config, cluster, played, step):
     """Print what the ranks held and sent, and the step's estimate."""
-    world = args.dp * args.cp * args.tp * args.pp
+    world = device_count(args)
     host = " on the host" if args.offload else ""
     print(
         f"dry run: {harness.parameter_count(config):,} parameters, {layouts.words(args)}, "
@@ -30,7 +30,8 @@ def report(args, config, cluster, played, step):
     )
     print_held(args, config, cluster, played)
     print_sent(played)
-    print_step(args, config, cluster, step, world)
+    too_full = any(one.reserved + beside_allocator(args) > cluster.device.memory for one in played)
+    print_step(args, config, cluster, step, too_full)
 
 
 def print_held(args, config, cluster, played):
@@ -65,8 +66,9 @@ def print_sent(played):
             print(f"  {f'{op} in {group}':<30s}{cells}")
 
 
-def print_step(args, config, cluster, step, world):
-    print(f"\n  a step on {device_name(args)}, {links_of(args, cluster)}")
+def print_step(args, config, cluster, step, too_full):
+    device = f"{device_name(args)}, if it had the memory" if too_full else device_name(args)
+    print(f"\n  a step on {device}, {links_of(args, cluster)}")
     for name, seconds in step.parts.items():
         print(f"    {name:<30s}{seconds:10.4g} s{seconds / step.seconds:8.1%}")
     tokens = args.batch * config.context / step.seconds
@@ -75,7 +77,7 @@ def print_step(args, config, cluster, step, world):
     low, high = (step.seconds * factor for factor in LIKELY)
     likely = f"{low:10.4g} to {high:.4g} s, by the errors beside published runs"
     print(f"    {'nine runs in ten':<30s}{likely}")
-    cost = world * 1e6 / tokens
+    cost = device_count(args) * 1e6 / tokens
     print(f"    {tokens * 86400:.4g} tokens a day, {cost:.4g} device-seconds a million tokens")
     flops = formulas.flops_per_token(config) * args.batch * config.context
     print(f"    {flops:.4g} model FLOPs a step")
@@ -143,23 +145,36 @@ def print_plan(config, cluster, rows):
         f"{args.batch:,} x {config.context:,} = {tokens:,} tokens a step\n"
         f"{gpus:,} x {device} of {cluster.device.memory / 1e9:g} GB, {links_of(args, cluster)}\n"
     )
-    width = max(len(described(one.args)) for one in rows)
-    took = f"  {'days for all tokens':<25s}" if args.tokens else ""
-    print(f"     {'s a step, 9 of 10 runs':<25s} {'MFU':>6s} {'memory':>7s}{took}  layout")
+    cells = [cells_of(one, config, cluster) for one in rows]
+    width = max(map(len, cells))
+    print(f"     {head(args)}")
     for i, one in enumerate(rows):
-        low, high = (one.step.seconds * factor for factor in LIKELY)
-        step = f"{one.step.seconds:.4g} ({low:.3g} to {high:.3g})"
-        rate = one.step.rate / cluster.device.flops
-        took = f"  {days(args, config, one.step.seconds):<25s}" if args.tokens else ""
         why = f"  {why_it_loses(one, rows[0])}" if i else ""
-        row = f"{step:<25s} {rate:6.1%} {one.full:7.1%}{took}  {described(one.args):<{width}s}"
-        print(f"  {i + 1:2d} {row}{why}".rstrip())
+        print(f"  {i + 1:2d} {cells[i]:<{width}s}{why}".rstrip())
     if rows[0].safe:
         print(f"\n  1 is the fastest that leaves {HEADROOM:.0%} of the memory free. To run each:")
     else:
         print(f"\n  none leaves {HEADROOM:.0%} of the memory free: an allocator may need that")
     for i, one in enumerate(rows):
         print(f"  {i + 1}:  {command(one.args, config, cluster)}")
+
+
+def head(args):
+    """Over what `cells_of` gives."""
+    took = f"  {'days for all tokens':<25s}" if args.tokens else ""
+    return f"{'s a step (9 of 10 runs)':<25s} {'MFU':>6s} {'memory':>7s}{took}  layout"
+
+
+def cells_of(one, config, cluster):
+    """A Candidate in a row."""
+    args, seconds = one.args, one.step.seconds
+    low, high = (seconds * factor for factor in LIKELY)
+    step = f"{seconds:.4g} ({low:.3g} to {high:.3g})"
+    rate = one.step.rate / cluster.device.flops
+    took = f"  {days(args, config, seconds):<25s}" if args.tokens else ""
+    rows = args.batch // args.dp // args.microbatches
+    layout = f"{layouts.words(args)}, micro-batches of {rows}"
+    return f"{step:<25s} {rate:6.1%} {one.full:7.1%}{took}  {layout}"
 
 
 def device_count(args):
@@ -170,11 +185,6 @@ def links_of(args, cluster):
     inside, between = cluster.intra / 1e9, cluster.inter / 1e9
     usual = "" if args.intra or args.inter else " (usual ones: --intra, --inter set yours)"
     return f"nodes of {cluster.node}, {inside:g} GB/s inside, {between:g} GB/s between{usual}"
-
-
-def described(args):
-    rows = args.batch // args.dp // args.microbatches
-    return f"{layouts.words(args)}, {rows} a micro-batch"
 
 
 def why_it_loses(one, best):
@@ -189,11 +199,12 @@ def why_it_loses(one, best):
     return lost if one.safe else f"{lost}; too full"
 
 
-# What a command says of the model, of numbers, and of the layout
+# What a command says of the model, of numbers, and of the layout; what it need not say
 MODEL = "preset family init_from layers heads kv_heads width hidden context vocab experts top_k "
 MODEL += "shared dropout optimizer batch dtype param_dtype reduce_dtype compile offload islands "
 LAYOUT = "dp cp tp pp ep sp zero zero_ranks recompute microbatches schedule chunks"
-DEFAULTS = dict(preset="tiny", optimizer="adamw", dtype="float32", recompute="none")
+USUAL = dict.fromkeys(("dp", "cp", "tp", "pp", "ep", "islands"), 1)
+USUAL |= dict(preset="tiny", optimizer="adamw", dtype="float32", recompute="none", schedule="1f1b")
 
 
 def command(args, config, cluster):
@@ -204,18 +215,10 @@ def command(args, config, cluster):
     if nodes > 1:
         words.append("--rdzv-backend=c10d --rdzv-endpoint=FIRST_HOST:29500")
     words.append("train.py")
-    ones = ("dp", "cp", "tp", "pp", "ep", "islands")
+    usual = USUAL | {"reduce_dtype": args.param_dtype}
     for name in (MODEL + LAYOUT).split():
         value = getattr(args, name)
-        usual = DEFAULTS.get(name, 1 if name in ones else None)
-        if value in (usual, None, False) or value == 0 and name != "experts":
-            continue
-        if (
-            name == "schedule"
-            and args.pp == 1
-            or name == "reduce_dtype"
-            and value == args.param_dtype
-        ):
+        if value in (usual.get(name), None, False) or value == 0 and name != "experts":
             continue
         flag = f"--{name.replace('_', '-')}"
         words.append(flag if value is True else f"{flag} {value}")
@@ -225,33 +228,39 @@ def command(args, config, cluster):
 
 
 def print_scaling(args, config, cluster, best):
-    """Print a row for each number of devices. best: {devices: Candidate}."""
-    print(f"  {'devices':>7s} {'s a step':>9s} {'tokens/s a device':>18s} {'MFU':>6s}  layout")
+    """Print a row for each number of devices. best: {devices: Candidate, or why there is none}."""
+    print(f"  {'devices':>7s} {'tokens/s a device':>18s}  {head(args)}")
     for gpus, one in best.items():
-        each = args.batch * config.context / one.step.seconds / gpus
-        took = f", {days(args, config, one.step.seconds)}" if args.tokens else ""
-        rate = one.step.rate / cluster.device.flops
-        row = f"{gpus:7,} {one.step.seconds:9.4g} {each:18,.0f} {rate:6.1%}"
-        print(f"  {row}  {described(one.args)}{took}")
+        row = one
+        if not isinstance(one, str):
+            each = args.batch * config.context / one.step.seconds / gpus
+            row = f"{each:17,.0f}  {cells_of(one, config, cluster)}"
+        print(f"  {gpus:7,}  {row}")
 
 
 def plot(args, config, cluster, best, name):
-    """The same as a picture."""
-    names = [f"{gpus:,}" for gpus in best]
-    each = [args.batch * config.context / one.step.seconds / n for n, one in best.items()]
+    """The same as a picture. A bar without a layout is hatched, and as high as the highest."""
+    seconds = {n: one.step.seconds for n, one in best.items() if not isinstance(one, str)}
+    tokens = args.batch * config.context
+    each = {n: tokens / took / n for n, took in seconds.items()}
     figure, axes = harness.pyplot().subplots(figsize=(8, 4.5), layout="constrained")
-    bars = axes.bar(names, each, 0.7, color="#9ecae1")
-    texts = [layouts.words(one.args).replace(" recompute", "\nrecompute") for one in best.values()]
-    axes.bar_label(bars, texts, fontsize=6, label_type="center", rotation=90)
+    for gpus, one in best.items():
+        height, look, text = max(each.values()), dict(color="none", hatch="//"), one
+        if gpus in each:
+            height, look = each[gpus], dict(color="#9ecae1")
+            text = layouts.words(one.args).replace(" recompute", "\nrecompute")
+        bar = axes.bar(f"{gpus:,}", height, 0.7, edgecolor="gray", **look)
+        frame = dict(facecolor="white", edgecolor="none") if gpus not in each else None
+        axes.bar_label(bar, [text], fontsize=6, label_type="center", rotation=90, bbox=frame)
     axes.set(xlabel="devices", ylabel="tokens/s a device (bars)")
-    right = axes.twinx()
+    right, names, unit = axes.twinx(), [f"{n:,}" for n in seconds], 1
+    right.set(ylabel="seconds a step (line)")
     if args.tokens:
-        step = args.batch * config.context * 86400
-        right.plot(names, [args.tokens / step * one.step.seconds for one in best.values()], "ko-")
-        right.set(ylabel=f"days for {args.tokens:.4g} tokens (line)", yscale="log")
-    else:
-        right.plot(names, [one.step.seconds for one in best.values()], "ko-")
-        right.set(ylabel="seconds a step (line)", yscale="log")
-    what = f"{args.batch * config.context:,} tokens a step on {device_name(args)}"
-    figure.suptitle(f"{args.preset}, {what}: the best layout that fits, estimated", fontsize=10)
+        unit = args.tokens / tokens / 86400
+        right.set(ylabel=f"days for {args.tokens:.4g} tokens (line)")
+    right.plot(names, [took * unit for took in seconds.values()], "ko-")
+    right.set(yscale="log")
+    what = f"{args.preset}, {tokens:,} tokens a step on {device_name(args)}"
+    hatched = "" if len(each) == len(best) else " (hatched: none does)"
+    figure.suptitle(f"{what}: the best layout that fits, estimated{hatched}", fontsize=10)
     harness.save(figure, name)

@@ -62,8 +62,7 @@ def play_pieces(args, config, layouts, cluster, train):
 def of_one(part):
     """A block's Part of two. What they have for a moment, beside what they leave, they have once,
     one after the other."""
-    half = Part(*(number / 2 for number in part))
-    return half._replace(most=part.most - max(0, part.left))
+    return part.scaled(1 / 2)._replace(most=part.most - max(0, part.left))
 
 
 # --- bytes

@@ -34,14 +34,14 @@ def end(*_, **__):
 def nothing_starts(monkeypatch, tmp_path):
     """Scripts go as far as their checks: no rank, no other process, no simulation, no picture."""
     from receipts import context_parallel, pipeline, zero
-    from simulator import command, estimate, layouts
+    from simulator import command, dryrun, layouts
 
     monkeypatch.chdir(tmp_path)
     for module, name in (
         (start, "one_rank"),
         (start, "start_ranks"),
         (command, "play_all"),
-        (estimate, "play_brief"),
+        (dryrun, "play_brief"),
         (zero, "fit"),
         (pipeline, "simulate"),
         (context_parallel, "plot"),
