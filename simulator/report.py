@@ -52,8 +52,7 @@ def print_held(args, config, cluster, played):
 def fits(taken, memory):
     """Whether so many bytes fit a device, in words that go on with its name."""
     verdict = "fits" if taken <= memory else "too much for"
-    digits = 0 if abs(taken - memory) > 1e9 else 1 if abs(taken - memory) > 1e8 else 2
-    return f"{taken / 1e9:.{digits}f} of {memory / 1e9:.{digits}f} GB: {verdict}"
+    return f"{taken / 1e9:.2f} of {memory / 1e9:g} GB: {verdict}"
 
 
 def print_sent(played):
@@ -161,7 +160,7 @@ def print_plan(config, cluster, rows):
 
 def head(args):
     """Over what `cells_of` gives."""
-    took = f"  {'days for all tokens':<25s}" if args.tokens else ""
+    took = f"  {'days for all tokens':<28s}" if args.tokens else ""
     return f"{'s a step (9 of 10 runs)':<25s} {'MFU':>6s} {'memory':>7s}{took}  layout"
 
 
@@ -171,7 +170,7 @@ def cells_of(one, config, cluster):
     low, high = (seconds * factor for factor in LIKELY)
     step = f"{seconds:.4g} ({low:.3g} to {high:.3g})"
     rate = one.step.rate / cluster.device.flops
-    took = f"  {days(args, config, seconds):<25s}" if args.tokens else ""
+    took = f"  {days(args, config, seconds):<28s}" if args.tokens else ""
     rows = args.batch // args.dp // args.microbatches
     layout = f"{layouts.words(args)}, micro-batches of {rows}"
     return f"{step:<25s} {rate:6.1%} {one.full:7.1%}{took}  {layout}"
@@ -240,27 +239,23 @@ def print_scaling(args, config, cluster, best):
 
 def plot(args, config, cluster, best, name):
     """The same as a picture. A bar without a layout is hatched, and as high as the highest."""
-    seconds = {n: one.step.seconds for n, one in best.items() if not isinstance(one, str)}
+    fits = {n: one for n, one in best.items() if not isinstance(one, str)}
     tokens = args.batch * config.context
-    each = {n: tokens / took / n for n, took in seconds.items()}
+    each = {n: tokens / one.step.seconds / n for n, one in fits.items()}
     figure, axes = harness.pyplot().subplots(figsize=(8, 4.5), layout="constrained")
-    for gpus, one in best.items():
-        height, look, text = max(each.values()), dict(color="none", hatch="//"), one
-        if gpus in each:
-            height, look = each[gpus], dict(color="#9ecae1")
-            text = layouts.words(one.args).replace(" recompute", "\nrecompute")
+    for gpus, text in best.items():
+        height, look = max(each.values()), dict(color="none", hatch="//")
+        if gpus in fits:
+            height, look, seconds = each[gpus], dict(color="#9ecae1"), fits[gpus].step.seconds
+            took = days(args, config, seconds) if args.tokens else f"{seconds:.4g} s a step"
+            text = f"{layouts.words(fits[gpus].args)}\n{took}"
         bar = axes.bar(f"{gpus:,}", height, 0.7, edgecolor="gray", **look)
-        frame = dict(facecolor="white", edgecolor="none") if gpus not in each else None
-        axes.bar_label(bar, [text], fontsize=6, label_type="center", rotation=90, bbox=frame)
-    axes.set(xlabel="devices", ylabel="tokens/s a device (bars)")
-    right, names, unit = axes.twinx(), [f"{n:,}" for n in seconds], 1
-    right.set(ylabel="seconds a step (line)")
-    if args.tokens:
-        unit = args.tokens / tokens / 86400
-        right.set(ylabel=f"days for {args.tokens:.4g} tokens (line)")
-    right.plot(names, [took * unit for took in seconds.values()], "ko-")
-    right.set(yscale="log")
+        frame = dict(facecolor="white" if gpus not in fits else "none", edgecolor="none")
+        lines = [text.replace(", ", "\n")]
+        axes.bar_label(bar, lines, fontsize=8, label_type="center", rotation=90, bbox=frame)
+    axes.set(xlabel="devices", ylabel="tokens/s a device")
     what = f"{args.preset}, {tokens:,} tokens a step on {device_name(args)}"
-    hatched = "" if len(each) == len(best) else " (hatched: none does)"
-    figure.suptitle(f"{what}: the best layout that fits, estimated{hatched}", fontsize=10)
+    what += f", {args.tokens:.4g} in all" if args.tokens else ""
+    hatched = "" if len(fits) == len(best) else "; hatched: none does"
+    figure.suptitle(f"{what}\nThe best layout that fits, estimated{hatched}", fontsize=10)
     harness.save(figure, name)
