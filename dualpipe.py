@@ -1,4 +1,4 @@
-"""DualPipe: while one micro-batch's tokens travel to their experts, another one computes.
+"""DualPipe hides the experts' all-to-alls: while a micro-batch's tokens travel, another computes.
 
 In a mixture of experts each layer waits for an all-to-all four times: dispatch and combine, forward
 and backward (expert_parallel.py). Here a rank runs the forward of one micro-batch and the backward
@@ -60,15 +60,14 @@ class Pair:
 
     def turn(self):
         """Let the other call go on, up to its own turn(). Returns whether there is another one."""
+        both_run = not self.one_ended
+        if both_run:
+            # All other threads count as the second's: on GPUs autograd runs a backward in its own
+            i = 0 if threading.current_thread() is self.first_thread else 1
+            self.may_run[1 - i].release()
+            self.may_run[i].acquire()
         self.stop_if_failed()
-        if self.one_ended:
-            return False
-        # All other threads count as the second's: on GPUs autograd runs a backward in its own
-        i = 0 if threading.current_thread() is self.first_thread else 1
-        self.may_run[1 - i].release()
-        self.may_run[i].acquire()
-        self.stop_if_failed()
-        return True
+        return both_run
 
     def stop_if_failed(self):
         if self.errors:

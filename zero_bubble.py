@@ -19,7 +19,7 @@ Sent: what pipeline.py sends. zb-v and dualpipev have two stages per rank: twice
     zb-h1       1F1B's memory, a third of its bubble
     zb-h2       no bubble where F = I = W, twice the memory
     zb-v        no bubble where F = I = W, 1F1B's memory, two stages per rank
-    dualpipev   DeepSeek's order of actions, two stages per rank
+    dualpipev   DeepSeek's order, in turns: dualpipe.py overlaps it. Two stages per rank
 
 Limits: the pairs take memory. The gradient norm is a barrier, where ranks that end early wait.
 Under torch.autocast nothing is put off: cast weights instead. docs/learn/pipelines.md compares.
@@ -273,9 +273,9 @@ def zb_v(rank, ranks, microbatches):
 
 
 def dualpipev(rank, ranks, microbatches):
-    """DualPipe's order of actions, folded at its middle, so that the stages are those of zb_v. The
-    phases are numbered as in DeepSeek's code. dualpipe.py overlaps each forward in 4 and 5 with the
-    backward that follows. Without experts that hides nothing: take zb-v."""
+    """DualPipe's actions, which run in turns: dualpipe.py overlaps each forward in 4 and 5 with the
+    backward that follows. Folded at the middle, so that the stages are those of zb_v. Phases are
+    numbered as in DeepSeek's code. Without experts overlap hides nothing: take zb-v."""
     if microbatches < 2 * ranks:
         count = f"at least {2 * ranks} micro-batches, twice as many as ranks"
         raise ValueError(f"dualpipev needs {count}, not {microbatches}")

@@ -119,7 +119,7 @@ def test_pairs():
                 steps = schedule.steps(rank)
                 assert tuple(action for step in steps for action in step) == schedule[rank]
                 pairs = [step for step in steps if len(step) == 2]
-                # DeepSeek's steps 4 and 5
+                # DeepSeek's steps 4 and 5, where the last rank's first pair runs in turns
                 assert len(pairs) == 2 * (m - 2 * p + rank + 1) + p - 1 - rank
                 for forward, backward in pairs:
                     assert forward.kind + backward.kind == "FB"
