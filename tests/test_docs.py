@@ -15,10 +15,11 @@ from conftest import ROOT
 from tops import DEMO
 
 import harness
+from docs import pictures
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 STARTS = ("python ", "torchrun ", "python3 ", ".venv/", ".ci/", "pytest ")
-FOLDERS = ("benchmarks", "proof.", "exercises", "tests.")  # whose modules are run with -m
+FOLDERS = ("benchmarks", "proof.", "exercises", "tests.", "docs.")  # whose modules are run with -m
 # What takes longer than half a minute, needs a cluster, or needs a folder that the reader has
 LONG = ["--nproc_per_node=8", "--nnodes", "train.py", "benchmarks", "--plot", ".venv/bin"]
 LONG += ["tests.", "pytest", ".ci/run", "FOLDER", "--check", "proof.compare"]
@@ -115,3 +116,23 @@ def test_the_readme_says_how_many_lines_to_copy():
     for name, said in rows:
         top, _, _ = (ROOT / name).read_text().partition(DEMO)
         assert abs(len(top.splitlines()) - int(said)) <= 15, name
+
+
+def test_pictures_are_up_to_date():
+    """Each is drawn by the code of today, and stands on a page."""
+    linked = {
+        name for page in PAGES for name in re.findall(r"pictures/(.*)\.svg", page.read_text())
+    }
+    there = {path.stem for path in pictures.FOLDER.glob("*.svg")}
+    assert linked == there == {*pictures.PICTURES}
+    for name, draw in pictures.PICTURES.items():
+        drawn = (pictures.FOLDER / f"{name}.svg").read_text()
+        assert draw().svg() == drawn, f"{name}: python -m docs.pictures --only {name}"
+
+
+def test_who_holds_what_leaves_nothing_out():
+    for technique in pictures.TECHNIQUES:
+        for kind in pictures.KINDS:
+            held = [box for rank in range(4) for box in pictures.holdings(technique, rank)[kind][0]]
+            area = sum((below - top) * (right - left) for top, below, left, right in held)
+            assert area > 31.99, (technique, kind)
