@@ -19,7 +19,6 @@ two copies in float32. Messages between stages are held until the step ends; ncc
 sent.
 
     python train.py --preset llama3-8b --dp 2 --tp 4 --zero 1 --batch 16 --dry-run
-    python -m benchmarks.published      estimates beside what others measured
 """
 
 import contextlib

@@ -136,8 +136,7 @@ def play_best(fitting, config, cluster, prepare, train):
 
 
 def what_would_change(tried, best, config, cluster, pieces):
-    """Lines: what by formulas the best layout would be with more memory, slower links or a larger
-    batch, and how much faster."""
+    """Lines: the best layout with more memory, slower links or a larger batch, by formulas."""
 
     def formulas(args, links=cluster):
         return by_formulas(args, config, links, pieces)

@@ -91,10 +91,11 @@ def device_name(args):
 
 
 def days(args, config, seconds):
-    """The days that --tokens take in steps of so many seconds, and the interval."""
+    """The days or hours that --tokens take in steps of so many seconds, and the interval."""
     took = args.tokens / (args.batch * config.context) * seconds / 86400
+    took, unit = (took, "days") if took >= 1 else (24 * took, "hours")
     each = [f"{x:,.0f}" if x >= 100 else f"{x:.3g}" for x in (took, *(took * f for f in LIKELY))]
-    return f"{each[0]} days ({each[1]} to {each[2]})"
+    return f"{each[0]} {unit} ({each[1]} to {each[2]})"
 
 
 def islands_wait(args, config, seconds):
@@ -160,7 +161,7 @@ def print_plan(config, cluster, rows):
 
 def head(args):
     """Over what `cells_of` gives."""
-    took = f"  {'days for all tokens':<28s}" if args.tokens else ""
+    took = f"  {'for all tokens':<28s}" if args.tokens else ""
     return f"{'s a step (9 of 10 runs)':<25s} {'MFU':>6s} {'memory':>7s}{took}  layout"
 
 
@@ -235,6 +236,7 @@ def print_scaling(args, config, cluster, best):
             each = args.batch * config.context / one.step.seconds / gpus
             row = f"{each:17,.0f}  {cells_of(one, config, cluster)}"
         print(f"  {gpus:7,}  {row}")
+    print("\n  one number of --gpus prints the layouts that lose too, and the command of each")
 
 
 def plot(args, config, cluster, best, name):
