@@ -127,7 +127,7 @@ def test_pictures_are_up_to_date():
     assert linked == there == {*pictures.PICTURES}
     for name, draw in pictures.PICTURES.items():
         drawn = (pictures.FOLDER / f"{name}.svg").read_text()
-        assert draw().svg() == drawn, f"{name}: python -m docs.pictures --only {name}"
+        assert draw().written() == drawn, f"{name}: python -m docs.pictures --only {name}"
 
 
 def test_who_holds_what_leaves_nothing_out():
