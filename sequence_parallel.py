@@ -33,34 +33,45 @@ import functools
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable  # refuses a gradient of a gradient
-from torch.utils.checkpoint import checkpoint
 
-from tensor_parallel import Enter, Leave, parallelize_tensors, placement, split_over
+from tensor_parallel import Enter, Leave, parallelize_tensors, placement, split_over, wait
 
 # --- f and g, in place of tensor parallelism's. The paper calls these two g and g-bar
 
 
 def gather_tokens(x, group):
     """All ranks' tokens in order: x (B, T/t, C) -> (B, T, C)."""
-    shards = x.new_empty(dist.get_world_size(group), *x.shape)  # (t, B, T/t, C)
-    all_gather_into_tensor(shards.flatten(0, 1), x.contiguous(), group=group)  # a view of shards
-    return shards.transpose(0, 1).flatten(1, 2)
+    return wait(*start_gather(x, group, async_op=False))
 
 
 def reduce_scatter_tokens(x, group):
     """This rank's tokens of the sum of all ranks' x: (B, T, C) -> (B, T/t, C)."""
-    t = dist.get_world_size(group)
+    return wait(*start_reduce_scatter(x, group, async_op=False))
+
+
+# These two return a message to wait for, and a function that then gives the result
+
+
+def start_gather(x, group, async_op=True):
+    shards = x.new_empty(dist.get_world_size(group), *x.shape)  # (t, B, T/t, C)
+    options = dict(group=group, async_op=async_op)
+    message = all_gather_into_tensor(shards.flatten(0, 1), x.contiguous(), **options)  # into a view
+    return message, lambda: shards.transpose(0, 1).flatten(1, 2)
+
+
+def start_reduce_scatter(x, group, async_op=True):
+    t, options = dist.get_world_size(group), dict(group=group, async_op=async_op)
     shards = x.unflatten(1, (t, -1)).transpose(0, 1).contiguous()  # (t, B, T/t, C)
-    if dist.get_backend(group) == "gloo":  # its reduce-scatter sends twice the bytes
-        received = torch.empty_like(shards)
-        dist.all_to_all_single(received, shards, group=group)
-        return received.sum(0)
-    summed = torch.empty_like(shards[0])
-    reduce_scatter_tensor(summed, shards.flatten(0, 1), group=group)
-    return summed
+    gloo = dist.get_backend(group) == "gloo"  # its reduce-scatter sends twice the bytes
+    received = torch.empty_like(shards if gloo else shards[0])
+    if gloo:
+        message = dist.all_to_all_single(received, shards, **options)
+    else:
+        message = reduce_scatter_tensor(received, shards.flatten(0, 1), **options)
+    # The message holds what it sends. Where it is a fake (a dry run) the function does
+    return message, lambda shards=shards: received.sum(0) if gloo else received
 
 
 class GatherTokens(torch.autograd.Function):
@@ -107,10 +118,27 @@ def plain_sequence_mlp(x, norm, up, down, bias, group):
 
 
 class SequenceEnter(Enter):
-    """f as a module."""
+    """f as a module. keep_gathered: else backward gathers the tokens again, while it computes their
+    gradient."""
+
+    def __init__(self, group, layers=(), keep_gathered=True):
+        super().__init__(group, layers)
+        self.keep_gathered = keep_gathered
 
     def forward(self, x):
+        return super().forward(x) if self.keep_gathered else self.project(x)
+
+    def enter(self, x):
         return GatherTokens.apply(x, self.group)
+
+    def keep(self, x):
+        return gather_tokens(x, self.group) if self.keep_gathered else x
+
+    def start_gather(self, kept):
+        return super().start_gather(kept) if self.keep_gathered else start_gather(kept, self.group)
+
+    def start_sum(self, dx):
+        return start_reduce_scatter(dx, self.group)
 
 
 class SequenceLeave(Leave):
@@ -186,43 +214,6 @@ def all_reduce_gradients(parameters, group):
         note_sum(p, group)
 
 
-# --- f that holds less: backward gathers the tokens a second time
-
-
-class EnterAndProject(nn.Module):
-    """f and the matrices after it, such as gate and up, in place of SequenceEnter. Returns a tuple
-    of their products. A Projection in each layer's place picks one. Activation checkpointing keeps
-    only this rank's tokens, and gathers again in backward.
-
-    There it stops before the last matmul, whose result backward does not need. So all weights are
-    in one matmul: it is not run twice."""
-
-    def __init__(self, group, projections):
-        super().__init__()
-        self.group, self.projections = group, projections  # a list: no second name in state_dict
-
-    def forward(self, x):
-        return checkpoint(self.project, x, use_reentrant=False, preserve_rng_state=False)
-
-    def project(self, x):
-        full = GatherTokens.apply(x, self.group)  # (B, T, C)
-        weights = [projection.weight for projection in self.projections]
-        products = F.linear(full, torch.cat(weights))
-        return products.split([len(weight) for weight in weights], dim=-1)
-
-
-class Projection(nn.Module):
-    """In place of a column-parallel layer: takes product number `index`, and adds the bias."""
-
-    def __init__(self, index, layer):
-        super().__init__()
-        self.index, self.weight, self.bias = index, layer.weight, layer.bias
-
-    def forward(self, products):
-        y = products[self.index]
-        return y if self.bias is None else y + self.bias
-
-
 # --- a mistake that would be silent: refused
 
 
@@ -267,17 +258,6 @@ def shard_last(group, module, args):
     return (*others, None if last is None else shard_positions(last, group))
 
 
-def replace_enter(module, names, group, keep_gathered):
-    """Replace f of `module`, which comes before the layers called `names`."""
-    if keep_gathered:
-        module.enter = SequenceEnter(group)
-        return
-    projections = [Projection(i, getattr(module, name)) for i, name in enumerate(names)]
-    module.enter = EnterAndProject(group, projections)
-    for name, projection in zip(names, projections):
-        setattr(module, name, projection)
-
-
 def parallelize_sequence(model, group, keep_gathered=True):
     """parallelize_tensors, then f and g replaced. Raises ValueError as that does.
 
@@ -289,7 +269,7 @@ def parallelize_sequence(model, group, keep_gathered=True):
     if model.embed is not None:
         model.embed.token.leave = SequenceLeave(group)
     for block in model.blocks.values():
-        replace_enter(block.attn, ["qkv"], group, keep_gathered)
+        block.attn.enter = SequenceEnter(group, block.attn.enter.layers, keep_gathered)
         block.attn.proj.leave = SequenceLeave(group)
         mlp = block.mlp
         if model.config.experts:  # the router sees split tokens; its choice is gathered with them
@@ -298,11 +278,10 @@ def parallelize_sequence(model, group, keep_gathered=True):
             mlp.router.sum_over_sequence = Leave(group)  # each rank's router saw T/t tokens
             mlp = mlp.shared
         if mlp is not None:
-            layers = ["up"] if mlp.gate is None else ["gate", "up"]
-            replace_enter(mlp, layers, group, keep_gathered)
+            mlp.enter = SequenceEnter(group, mlp.enter.layers, keep_gathered)
             mlp.down.leave = SequenceLeave(group)
     if model.head is not None:
-        replace_enter(model.head, ["out"], group, keep_gathered)
+        model.head.enter = SequenceEnter(group, model.head.enter.layers, keep_gathered)
     for name, module in model.named_modules():
         if name.endswith(("drop", "position")):  # embed's position and drop, attn_drop, mlp_drop
             module.register_forward_pre_hook(functools.partial(shard_last, group))

@@ -19,9 +19,9 @@ Backward: g's is the identity. All ranks go on with the same y and compute the s
 loss, not t of them. Each partial sum enters y with factor 1, so its gradient is y's gradient.
 f's sum is the complete gradient of x, so those of all earlier layers are complete on every rank.
 
-Limits: between nodes it rarely pays. In forward the next layer waits for g's message, and here
-backward waits for f's too, though the weights' gradients could be computed meanwhile (Megatron-LM
-does that). docs/learn/tensor-parallelism.md has the threshold.
+Limits: between nodes it rarely pays. f's message travels while backward computes the weights'
+gradients; in forward the next layer waits for g's. docs/learn/tensor-parallelism.md has the
+threshold.
 
     torchrun --nproc_per_node=4 tensor_parallel.py
     python tensor_parallel.py --family llama --kv-heads 4
@@ -34,6 +34,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable  # refuses a gradient of a gradient
+from torch.overrides import has_torch_function
 
 # --- f and g
 #
@@ -84,14 +85,45 @@ def plain_mlp(x, up, down, group):
 class Enter(nn.Module):
     """f as a module: put one right before the split layers that share an input. Not before an
     unsplit layer: its input's gradient is already complete on every rank, and f would add it up t
-    times."""
+    times.
 
-    def __init__(self, group):
+    layers: these ColumnParallelLinears, if nothing else takes what this returns. It is then
+    {layer: its product}, each takes its own, and backward hides the message."""
+
+    def __init__(self, group, layers=()):
         super().__init__()
-        self.group = group
+        self.group, self.layers = group, list(layers)  # a list: no second name in state_dict
 
     def forward(self, x):
+        # zero_bubble.py replaces F.linear: it puts off what would hide the message. torch.compile
+        # makes one graph of a block
+        if not self.layers or has_torch_function((x,)) or torch.compiler.is_compiling():
+            return self.enter(x)
+        return self.project(x)
+
+    def enter(self, x):
         return CopyToGroup.apply(x, self.group)
+
+    @torch.compiler.disable
+    def project(self, x):
+        parameters = [layer.weight for layer in self.layers] + [layer.bias for layer in self.layers]
+        if torch.is_autocast_enabled(x.device.type):  # it casts what F.linear gets
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x, *parameters = (p if p is None else p.to(dtype) for p in (x, *parameters))
+        kept = self.keep(x.detach())
+        x = SaveFirst.apply(x, kept, *parameters[: len(self.layers)])
+        return dict(zip(self.layers, ProjectEntered.apply(x, kept, self, *parameters)))
+
+    # keep: what of x is kept for backward. start_*: a message or None, and its result's function
+
+    def keep(self, x):
+        return x
+
+    def start_gather(self, kept):
+        return None, lambda: kept
+
+    def start_sum(self, dx):
+        return dist.all_reduce(dx, group=self.group, async_op=True), lambda: dx
 
 
 class Leave(nn.Module):
@@ -124,6 +156,8 @@ class ColumnParallelLinear(nn.Module):
         self.bias = shard(linear.bias, 0, group)
 
     def forward(self, x):
+        if isinstance(x, dict):  # Enter has computed it
+            return x[self]
         return F.linear(x, self.weight, self.bias)
 
 
@@ -140,6 +174,56 @@ class RowParallelLinear(nn.Module):
     def forward(self, x):
         y = self.leave(F.linear(x, self.weight))
         return y if self.bias is None else y + self.bias  # the bias once, after g
+
+
+# --- f and the matrices after it in one function: backward hides f's message behind their gradients
+
+
+class ProjectEntered(torch.autograd.Function):
+    """The products of x with each weight (out / t, in) after f, plus a bias or None. Megatron-LM's
+    LinearWithGradAccumulationAndAsyncCommunication, for n layers at a time. enter: an Enter."""
+
+    @staticmethod
+    def forward(ctx, x, kept, enter, *parameters):
+        ctx.enter, ctx.saved, n = enter, x.grad_fn, len(parameters) // 2
+        full = wait(*enter.start_gather(kept))
+        return tuple(F.linear(full, *pair) for pair in zip(parameters[:n], parameters[n:]))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        (kept, *weights), n = ctx.saved.saved_tensors, len(grads)
+        gather = ctx.enter.start_gather(kept)
+        rows = [grad.flatten(0, -2) for grad in grads]  # (B T, out / t)
+        dx = rows[0] @ weights[0]
+        for row, weight in zip(rows[1:], weights[1:]):
+            dx = torch.addmm(dx, row, weight)
+        message = ctx.enter.start_sum(dx.view(*grads[0].shape[:-1], -1))
+        full, needed = wait(*gather).flatten(0, -2), ctx.needs_input_grad[3:]
+        del gather, dx  # these are of all tokens
+        gradients = [row.T @ full if needed[i] else None for i, row in enumerate(rows)]
+        gradients += [row.sum(0) if needed[n + i] else None for i, row in enumerate(rows)]
+        return wait(*message), None, None, *gradients
+
+
+def wait(message, result):
+    if message is not None:
+        message.wait()
+    return result()
+
+
+class SaveFirst(torch.autograd.Function):
+    """Identity. Saves what ProjectEntered needs, before it runs: activation checkpointing ends with
+    the last tensor that is saved, and does not repeat the products."""
+
+    @staticmethod
+    def forward(ctx, x, *saved):
+        ctx.save_for_backward(*saved)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, *[None] * (len(ctx.needs_input_grad) - 1)
 
 
 # --- a model of yours. All ranks have the same weights and tokens
@@ -372,8 +456,8 @@ def parallelize_tensors(model, group):
     check_heads(model.config, dist.get_world_size(group))
     for block in model.blocks.values():
         attn, mlp = block.attn, block.mlp
-        attn.enter = Enter(group)
         attn.qkv = ColumnParallelLinear(attn.qkv, group)
+        attn.enter = Enter(group, [attn.qkv])
         attn.proj = RowParallelLinear(attn.proj, group)
         if model.config.experts:  # the hidden units of every expert; the router stays whole
             mlp.enter = Enter(group)
@@ -383,16 +467,16 @@ def parallelize_tensors(model, group):
             mlp.experts.down = shard(mlp.experts.down, 2, group)
             mlp = mlp.shared  # its input is x before the f above: it needs one too
         if mlp is not None:
-            mlp.enter = Enter(group)
             mlp.up = ColumnParallelLinear(mlp.up, group)
             mlp.down = RowParallelLinear(mlp.down, group)
             if mlp.gate is not None:
                 mlp.gate = ColumnParallelLinear(mlp.gate, group)
+            mlp.enter = Enter(group, [layer for layer in (mlp.gate, mlp.up) if layer is not None])
     if model.embed is not None:
         model.embed.token = VocabParallelEmbedding(model.embed.token, group)
     if model.head is not None:
-        model.head.enter = Enter(group)
         model.head.out = ColumnParallelLinear(model.head.out, group)
+        model.head.enter = Enter(group, [model.head.out])
         model.loss = VocabParallelCrossEntropy(model.config.vocab, group)
         if model.config.tied and model.embed is not None:
             model.head.out.weight = model.embed.token.weight

@@ -174,10 +174,10 @@ class Meter(ledger.Ledger):
             return  # the other side's send
         names = [argument.name for argument in func._schema.arguments]
         is_async = "async_op" not in names[: len(args)] or args[names.index("async_op")]
-        waited = not is_async or axis == "ep" and self.waits
+        waited = not is_async or axis == "tp" or axis == "ep" and self.waits
         seconds = self.links[group].seconds(operation, wire)
         self.part[2 if waited else 1] += seconds
-        self.part[4] += seconds if is_async and waited else 0.0
+        self.part[4] += seconds if axis == "ep" and is_async and waited else 0.0
         self.part[3] += LAUNCH
 
 

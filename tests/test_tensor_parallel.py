@@ -3,23 +3,26 @@ test_copied.py, test_layouts.py."""
 
 import dataclasses
 import functools
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 from reference import CONFIGS, batch, cuts_of, piece, train_rank
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import expert_parallel
 import harness
 import model as gpt
 import sequence_parallel
 import tensor_parallel as tp
+import zero_bubble
 from harness import initialize, presets
 
 
-def build(config, group):
+def build(config, group, parallelize=tp.parallelize_tensors):
     with torch.device("meta"):
         model = gpt.GPT(config)
-    model = tp.parallelize_tensors(model, group)
+    model = parallelize(model, group)
     return initialize.fill(model, 7, dtype=torch.float64, take=harness.take)
 
 
@@ -71,9 +74,7 @@ def test_cuts_real_weights_as_drawn_ones_and_frees_the_whole(ranks):
         (tp.parallelize_tensors, CONFIGS["llama"]),
         (expert_parallel.parallelize_experts, mixture),
     ]
-    for keep in (True, False):
-        cut = functools.partial(sequence_parallel.parallelize_sequence, keep_gathered=keep)
-        ways.append((cut, CONFIGS["gpt2"]))
+    ways.append((sequence_parallel.parallelize_sequence, CONFIGS["gpt2"]))
 
     def work(rank):
         for parallelize, config in ways:
@@ -114,25 +115,17 @@ def test_cross_entropy_of_large_and_16_bit_logits(ranks):
 def test_equals_dtensor(ranks):
     """The same weights after 4 steps as PyTorch's parallelize_module on the same blocks."""
     # Imported here: once, and not in every rank
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
+    from torch.distributed.tensor import DTensor, parallel
 
     config = CONFIGS["llama"]
 
     def theirs(rank):
         model = initialize.build(config, 7, dtype=torch.float64)
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
-        plan = {}
-        for i in range(config.layers):
-            for name in ("attn.qkv", "mlp.gate", "mlp.up"):
-                plan[f"blocks.{i}.{name}"] = ColwiseParallel()
-            for name in ("attn.proj", "mlp.down"):
-                plan[f"blocks.{i}.{name}"] = RowwiseParallel()
-        parallelize_module(model, mesh, plan)
+        columns, rows = ("attn.qkv", "mlp.gate", "mlp.up"), ("attn.proj", "mlp.down")
+        plan = {f"blocks.*.{name}": parallel.ColwiseParallel() for name in columns}
+        plan |= {f"blocks.*.{name}": parallel.RowwiseParallel() for name in rows}
+        parallel.parallelize_module(model, mesh, plan)
         weights = train_rank(model, "sgd")
         return {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in weights.items()}
 
@@ -145,3 +138,44 @@ def test_equals_dtensor(ranks):
         for name, p in weights.items():
             full = piece(their[name], cuts[name])
             torch.testing.assert_close(p, full, rtol=1e-12, atol=1e-12)
+
+
+class Flights(TorchDispatchMode):
+    """`landed`: of each message, in order, whether a matmul ran between its start and its wait."""
+
+    def __init__(self):
+        super().__init__()
+        self.flying, self.landed = [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.flying.append(False)
+        elif func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            self.flying = [True] * len(self.flying)
+        return func(*args, **(kwargs or {}))
+
+    def wait(self, work, wait=dist.Work.wait):
+        self.landed.append(self.flying.pop(0))
+        return wait(work)
+
+
+def test_backward_hides_the_messages_of_f(ranks, monkeypatch):
+    """Two blocks and a head have five f. What hides nothing: a split backward, which computes no
+    weight's gradient, and sequence parallelism's five g, which gather gradients."""
+    config = dataclasses.replace(CONFIGS["llama"], layers=2)
+    tokens, targets, _, count = batch(0)
+    kept = sequence_parallel.parallelize_sequence
+    again = functools.partial(kept, keep_gathered=False)
+
+    def work(rank, parallelize, mode=nullcontext()):
+        with mode:
+            loss = build(config, dist.group.WORLD, parallelize)(tokens, None, targets, count)
+        with monkeypatch.context() as patches, Flights() as flights:
+            patches.setattr(dist.Work, "wait", lambda work: flights.wait(work))
+            loss.backward()
+        assert not flights.flying
+        return sum(flights.landed), len(flights.landed)
+
+    ways = [(tp.parallelize_tensors,), (tp.parallelize_tensors, zero_bubble.Deferred())]
+    results = ranks(2, lambda rank: [work(rank, *way) for way in (*ways, (kept,), (again,))])
+    assert results == 2 * [[(5, 5), (0, 5), (5, 10), (10, 15)]]

@@ -163,8 +163,9 @@ class Layout(OneProcess):
             enter, leave = sp.SequenceEnter, sp.SequenceLeave
 
         def cut(module, first, last):
-            module.norm = nn.Sequential(module.norm, enter(self.tp))
-            setattr(module, first, tp.ColumnParallelLinear(getattr(module, first), self.tp))
+            layer = tp.ColumnParallelLinear(getattr(module, first), self.tp)
+            setattr(module, first, layer)
+            module.norm = nn.Sequential(module.norm, enter(self.tp, [layer]))
             setattr(module, last, tp.RowParallelLinear(getattr(module, last), self.tp))
             getattr(module, last).leave = leave(self.tp)
 
@@ -174,8 +175,7 @@ class Layout(OneProcess):
             if not isinstance(block.mlp, Mixture):  # each tp rank has the mixture, whole
                 cut(block.mlp, "up", "down")
                 if self.again:
-                    block.mlp.up = sp.Projection(0, block.mlp.up)
-                    block.mlp.norm[1] = sp.EnterAndProject(self.tp, [block.mlp.up])
+                    block.mlp.norm[1] = enter(self.tp, [block.mlp.up], keep_gathered=False)
         if self.tensor == "stream":
             self.criterion = mean_loss
         else:
