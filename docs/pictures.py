@@ -4,9 +4,9 @@
     python -m docs.pictures --only mesh,choose     some of them
 
 What they show is asked from the code that does it: groups from train.py's mesh, chunks and tiles
-from context_parallel.py, stages from the schedule, sums from collectives.py. The choices and the
-estimates are those of their pages. SVG is written by hand: text stays text, and the same code
-writes the same file.
+from context_parallel.py, stages from the schedule, sums from collectives.py. The questions of the
+choice and the estimates are those of their pages. SVG is written by hand: text stays text, and the
+same code writes the same file.
 """
 
 import functools
@@ -362,22 +362,36 @@ def ring_attention():
 
 
 def choose():
-    """The numbered items of docs/use/choose.md, each "condition: flags"."""
+    """The questions on top of docs/use/choose.md, each with the flags of a yes."""
     page = (FOLDER.parent / "use" / "choose.md").read_text()
-    rows = re.findall(r"^\d+\. \*\*([^*]+): ([^*:]+)\.\*\*", page, re.M)
-    svg = Picture(40 + 98 * len(rows), "Choosing a layout: each yes adds its flags")
-    svg.text(10, 26, "From the top to the bottom. Each yes adds its flags.", 17, "start")
-    for i, (condition, flags) in enumerate(rows):
-        y = 40 + 98 * i
-        svg.box(10, y, 330, 76, "#FFF4DC", ORANGE, rounded=8)
-        draw_lines(svg, 175, y + 44, textwrap.wrap(condition, 36))
-        svg.line((340, y + 38), (428, y + 38), arrow=True)
-        svg.text(382, y + 30, "yes", 16)
-        svg.box(430, y, 200, 76, "#DDF0FB", BLUE, rounded=8)
-        draw_lines(svg, 530, y + 44, textwrap.wrap(flags.replace("`", ""), 20), weight="bold")
-        if i < len(rows) - 1:
-            svg.line((175, y + 76), (175, y + 96), arrow=True)
+    questions = re.findall(r"^    (?:no: *)?(.*?) {2,}(--.*)$", page, re.M)
+    besides = re.search(r"^    Besides: (.*)$", page, re.M)[1].split("; ")
+    svg = Picture(80 + 84 * (len(questions) + len(besides)), "Choosing a layout")
+    for i, (question, flags) in enumerate(questions):
+        y = 10 + 98 * i
+        if question:
+            draw_box(svg, 10, y, 300, question, "#FFF4DC", ORANGE)
+            draw_box(svg, 400, y, 230, flags, "#DDF0FB", BLUE)
+            svg.line((310, y + 34), (398, y + 34), arrow=True)
+            svg.text(354, y + 26, "yes", 16)
+            svg.line((160, y + 68), (160, y + 96), arrow=True)
+            svg.text(172, y + 87, "no", 16, "start")
+        else:
+            draw_box(svg, 10, y, 300, flags, "#DDF0FB", BLUE)
+    y += 106
+    svg.text(10, y, "Besides, with any of these:", 17, "start", weight="bold")
+    for i, reason in enumerate(besides):
+        condition, flags = reason.split(": ")
+        draw_box(svg, 10, y + 14 + 80 * i, 300, condition, "#FFF4DC", ORANGE)
+        draw_box(svg, 400, y + 14 + 80 * i, 230, flags, "#DDF0FB", BLUE)
+        svg.line((310, y + 48 + 80 * i), (398, y + 48 + 80 * i), arrow=True)
     return svg
+
+
+def draw_box(svg, x, y, width, words, fill, frame):
+    svg.box(x, y, width, 68, fill, frame, rounded=8)
+    lines = textwrap.wrap(words[0].upper() + words[1:], width // 9)
+    draw_lines(svg, x + width / 2, y + 40, lines, weight="bold" if frame == BLUE else "normal")
 
 
 # --- estimates
