@@ -68,16 +68,15 @@ def estimate(args, config, cluster, played, sums=None, slower=1.0):
     hidden = sum(seconds_of(action) for *_, action in span) - schedules.working(span)
     parts = {"computing": sum(part.compute for part in busy)}
     parts["waiting for messages"] = sum(part.waited for part in busy) - hidden
-    not_hidden = sum(seconds_until(part, sums) - part.compute for part in busy)
-    parts["gradients, weights not hidden"] = not_hidden
-    bubble = makespan - sum(parts.values())
-    parts["pipeline's bubble"] = 0.0 if abs(bubble) < 1e-9 * makespan else bubble  # rounding
+    not_hidden = (seconds_until(part, sums) - part.compute for part in busy)
+    parts["gradients, weights not hidden"] = sum(not_hidden)
+    parts["pipeline's bubble"] = makespan - sum(parts.values())
+    parts = {name: 0.0 if abs(x) < 1e-9 * makespan else x for name, x in parts.items()}  # rounding
     rest = max((rank.rest for rank in played), key=lambda part: part.seconds)
     parts["after the last action"] = rest.seconds
     seconds = makespan + rest.seconds
     flops = flops_per_token(config) * args.batch * config.context
-    rate = flops / seconds / (each * args.pp)
-    return Estimate(seconds, parts, rate)
+    return Estimate(seconds, parts, flops / seconds / (each * args.pp))
 
 
 def parts_of_all(args, config, schedule, played):

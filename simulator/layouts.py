@@ -33,7 +33,7 @@ def of_ranks(args, config, ranks):
     schedules = SCHEDULES if pp > 1 else SCHEDULES[:1]
     splits = zero_splits(args, ranks["dp"] * ranks["cp"], ranks["tp"])
     kinds = [kind for kind in harness.RECOMPUTATIONS if not (kind == "half" and args.compile)]
-    for (schedule, chunks), rows in itertools.product(schedules, (1, 2, 4)):
+    for (schedule, chunks), rows in itertools.product(schedules, (1, 2, 4, 8, 16)):
         m, rest = divmod(args.batch // ranks["dp"], rows)
         if rest or m == 0 or pp > 1 and m < pp:
             continue

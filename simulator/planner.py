@@ -72,7 +72,8 @@ def search(args, gpus, cluster, prepare, train):
     say(f"{len(found):,} layouts of {gpus:,} devices")
     pieces = play_pieces(settled, config, found, cluster, train)
     tried = [by_formulas(layout, config, cluster, pieces) for layout in found]
-    tried.sort(key=lambda one: one.step.seconds)
+    # A tie goes to larger micro-batches: formulas know the speed of one sequence only
+    tried.sort(key=lambda one: (round(one.step.seconds, 4), one.args.microbatches))
     fitting = [one for one in tried if one.full <= 1]
     if not fitting:
         least = min(one.full for one in tried) * memory
