@@ -236,16 +236,17 @@ class FSDP(ZeRO):
         for module in model.modules():
             module.register_state_dict_pre_hook(check_state_dict)
 
-    def kind_of(self, p):
-        units = tuple(unit for unit in self.units if p in unit.parameters)
-        return *super().kind_of(p), units
+    def find_places(self):
+        places = super().find_places()
+        for p, place in places.items():
+            units = tuple(unit for unit in self.units if p in unit.parameters)
+            places[p] = place._replace(units=units)  # a tied matrix has two
+        return places
 
-    def make_bucket(self, parameters, **options):
-        *_, units = self.kind_of(parameters[0])  # a tied matrix has two
-        options["bucket_class"] = UnitBucket if units else ShardedBucket
-        bucket = super().make_bucket(parameters, **options)
-        bucket.units = units
-        for unit in units:
+    def make_bucket(self, parameters, place, **options):
+        bucket_class = UnitBucket if place.units else ShardedBucket
+        bucket = bucket_class(parameters, place, self.stage, self.microbatches, **options)
+        for unit in place.units:
             unit.buckets.append(bucket)
         return bucket
 
@@ -265,7 +266,7 @@ class FSDP(ZeRO):
         """Its backward is over: reduce its buckets even if a gradient never came on this rank.
         Other ranks have reduced them, and all must call collectives in one order."""
         # A tied matrix goes with its first unit
-        self._reduce_full(also=[b for b in unit.buckets if b.units[0] is unit])
+        self._reduce_full(also=[b for b in unit.buckets if b.place.units[0] is unit])
 
     def release_all(self):
         for unit in self.units:

@@ -29,6 +29,7 @@ Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054.
 
 import contextlib
 import functools
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -94,9 +95,8 @@ class PlainZeRO1:
 # --- stages 0 to 2 in full: many buckets, reduced while backward goes on
 
 
-class BucketedZeRO:
-    """Trains `model` over `group` in stage 0, 1 or 2. Call it by the name ZeRO: that subclass,
-    below, is used alike. It adds what other kinds of parallelism and clusters of nodes need.
+class ZeRO:
+    """Trains `model` over `group` in stage 0, 1 or 2.
 
         zero = ZeRO(model, group, 1, torch.optim.AdamW, microbatches=2)
         for micro_batches, target_count in batches:    # this rank's rows; all ranks' targets
@@ -107,27 +107,43 @@ class BucketedZeRO:
             zero.clip(zero.grad_norm(), 1.0)           # clip_grad_norm_ finds no p.grad
             zero.step()                                # a scheduler goes on zero.optimizer
 
-    make_optimizer(pieces): one that works element by element. microbatches: the backward passes of
-    a step. bucket_bytes: of the largest bucket; a larger parameter has one of its own. options: see
-    ShardedBucket.
-
     Before: all ranks have equal weights, loaded, tied and frozen in their final form. Not checked:
     equal weights. DDP broadcasts rank 0's weights and buffers; this doesn't. ZeRO puts new
     parameters into the modules: make optimizers, hooks and references after it. Activation
     checkpointing needs use_reentrant=False."""
 
+    valid_stages = 0, 1, 2
+
     def __init__(
-        self, model, group, stage, make_optimizer, microbatches=1, bucket_bytes=25 << 20, **options
+        self,
+        model,
+        group,
+        stage,
+        make_optimizer,  # of a list of parameters: one that works element by element
+        microbatches=1,  # the backward passes of a step
+        bucket_bytes=25 << 20,  # of the largest bucket; a larger parameter has one of its own
+        gather_before=(),  # modules that wait for their new weights in forward: _gather_before
+        splits=None,  # HSDP: see find_places
+        scopes=None,  # a pipeline's stages: see find_places
+        **options,  # of ShardedBucket
     ):
         self.model, self.group, self.stage, self.microbatches = model, group, stage, microbatches
+        self.splits, self.scopes = splits or {}, scopes or {None: model}
+        self.scope, self.inputs_only = None, False  # of the running backward pass, see `around`
         self.queue = []  # buckets that wait for gradients of the running backward pass
         self.works = []  # (bucket, work): reductions on their way
+        self.replica_sums = []  # works
         self.backward_running = False  # still true after an exception
         self.last_call = None  # "zero_grad", "backward" or "finish"
+        self.cut_groups = find_cut_groups(model.parameters(), group if stage > 0 else None)
         # 1  The parameters are dealt out to buckets, and become views of them
-        self.buckets, view_of = [], {}
-        for parameters in group_parameters(model.parameters(), bucket_bytes, self.kind_of):
-            bucket = self.make_bucket(parameters, **options)
+        self.buckets, view_of, places = [], {}, self.find_places()
+
+        def kind_of(p):  # all parameters of a bucket are of one kind
+            return p.requires_grad, p.dtype, p.device, places[p]
+
+        for parameters in group_parameters(model.parameters(), bucket_bytes, kind_of):
+            bucket = self.make_bucket(parameters, places[parameters[0]], **options)
             self.buckets.append(bucket)
             view_of.update(zip(parameters, bucket.parameters))
         for module in model.modules():
@@ -142,13 +158,14 @@ class BucketedZeRO:
             for i, p in enumerate(bucket.parameters):
                 p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket, i))
         self.optimizer = make_optimizer(pieces)
+        self._gather_before(gather_before)
+        check_zero_arguments(self)
 
-    def kind_of(self, p):
-        """Parameters in one bucket are of one kind."""
-        return p.requires_grad, p.dtype, p.device
+    def find_places(self):
+        return find_places(self.model, self.group, self.splits, self.scopes)
 
-    def make_bucket(self, parameters, **options):
-        return ShardedBucket(parameters, self.group, self.stage, self.microbatches, **options)
+    def make_bucket(self, parameters, place, **options):
+        return ShardedBucket(parameters, place, self.stage, self.microbatches, **options)
 
     # --- a step
     #
@@ -231,9 +248,12 @@ class BucketedZeRO:
     # silently. So a bucket that is full early waits for those before it.
 
     def _new_queue(self):
-        return [bucket for bucket in self.trainable if bucket.passes_left > 0]
+        queue = [bucket for bucket in self.trainable if bucket.passes_left > 0]
+        return [b for b in queue if self.scope in (None, *b.place.scopes)]
 
     def _reduce_full(self, also=()):
+        if self.inputs_only:  # I of a split backward: W brings the weights' gradients later
+            return
         while self.queue and (not self.queue[0].missing or self.queue[0] in also):
             bucket = self.queue.pop(0)
             bucket.end_pass()
@@ -247,10 +267,10 @@ class BucketedZeRO:
             bucket, work = self.works.pop(0)
             if work is not None:
                 work.wait()
-            self._reduced(bucket)
-
-    def _reduced(self, bucket):
-        bucket.keep_shard()
+            bucket.keep_shard()
+            if bucket.place.across is not None and bucket.passes_left == 0:
+                options = {"group": bucket.place.across, "async_op": True}
+                self.replica_sums.append(dist.all_reduce(bucket.gradient_shard, **options))
 
     def _reduce_all(self, given_up=False):
         """Reduce all that is left of a step. Nothing is left, unless this rank ran fewer backward
@@ -264,16 +284,30 @@ class BucketedZeRO:
                     bucket.gradients.fill_(torch.nan)  # incomplete: nobody may train on it
             self._reduce_full(also=list(self.queue))
             self._wait()  # a bucket has one reduction at a time
-        self._wait()
+        for work in self.replica_sums:
+            work.wait()
+        self.replica_sums.clear()
+        for bucket in self.trainable:
+            for group in bucket.place.partial:
+                dist.all_reduce(bucket.gradient_shard, group=group)
 
     # --- beside a step: the norm, clipping, whole copies
 
-    def grad_norm(self):
-        """The norm of the whole gradient: a float64 scalar, the same on all ranks."""
+    def grad_norm(self, pipeline_group=None):
+        """The norm of the whole gradient: a float64 scalar, the same on all ranks. pipeline_group:
+        the ranks with the other stages of a pipeline."""
         self.finish()
-        total = sum_of_squares([bucket.gradient_shard for bucket in self.trainable])
-        if self.stage > 0:
-            dist.all_reduce(total, group=self.group)
+        # A zero, because this rank may have no part that counts
+        counted = [self.buckets[0].weights.new_zeros(1, dtype=self.buckets[0].reduce_dtype)]
+        for bucket in self.trainable:
+            parts = bucket.gradient_shard.split(bucket.piece_sizes)
+            for p, part in zip(bucket.parameters, parts):
+                if is_counted(p, self.cut_groups, pipeline_group, bucket.place.across):
+                    counted.append(part)
+        total = sum_of_squares(counted)
+        for group in [self.group if self.stage > 0 else None, *self.cut_groups, pipeline_group]:
+            if group is not None and dist.get_world_size(group) > 1:
+                dist.all_reduce(total, group=group)
         return total.sqrt()
 
     def clip(self, norm, limit):
@@ -306,6 +340,34 @@ class BucketedZeRO:
         """The optimizer's, for learning rates."""
         return self.optimizer.param_groups
 
+    # --- gathers that the next forward waits for, and a pipeline's passes
+
+    def _gather_before(self, modules):
+        """These, such as fsdp.default_units(model), wait for their new weights when their forward
+        begins, so that step() does not. Before that nobody else may read these weights, or write
+        the masters."""
+        waiting = {p for module in modules for p in module.parameters()}
+        # A weight outside of the modules is read without a wait: step() waits for its bucket
+        late = [bucket for bucket in self.buckets if waiting.issuperset(bucket.parameters)]
+        for bucket in late:
+            bucket.waits_in_forward = True
+        for module in modules:
+            parameters = set(module.parameters())
+            buckets = [b for b in late if not parameters.isdisjoint(b.parameters)]
+            module.register_forward_pre_hook(lambda *_, own=buckets: wait_for_weights(own))
+        for module in self.model.modules():
+            module.register_state_dict_pre_hook(lambda *_: wait_for_weights(late))
+
+    @contextlib.contextmanager
+    def around(self, action):
+        """For Pipeline(..., around=zero.around): an action of the pipeline's."""
+        self.scope = action.stage if action.stage in self.scopes else None
+        self.inputs_only = action.kind == "I"
+        try:
+            yield
+        finally:
+            self.scope, self.inputs_only = None, False
+
 
 class ShardedBucket:
     """Some parameters as one flat tensor of S elements: N equal shards, one of them this rank's.
@@ -317,7 +379,7 @@ class ShardedBucket:
     gradients       (S,)    of this rank, in `reduce_dtype`; in stage 2 None until one arrives
     gradient_shard  (S/N,)  this rank's shard of their sum over all ranks
 
-    passes: the backward passes of a step. value(p): p's initial value, on the device to use, in the
+    place: a Place. value(p): p's initial value, on the device to use, in the
     masters' dtype. Default: p itself. The model may be on the meta device. offload: masters and
     optimizer states in the host's memory. reduce_each=False: stage 2 reduces in the last backward
     pass only; it sends less, and holds all gradients until then."""
@@ -328,16 +390,16 @@ class ShardedBucket:
     def __init__(
         self,
         parameters,
-        group,
+        place,
         stage,
-        passes,
+        microbatches,
         value=lambda p: p,
         param_dtype=None,
         reduce_dtype=None,
         offload=False,
         reduce_each=True,
     ):
-        self.group, self.stage = group, stage
+        self.place, self.group, self.stage = place, place.group, stage
         self.trainable = parameters[0].requires_grad
         self.on_gloo = dist.get_backend(self.group) == "gloo"
         self.ranks, rank = 1, 0
@@ -391,7 +453,7 @@ class ShardedBucket:
             self.staged_gradient = self.gradient_shard.cpu().pin_memory()
         # 5  A step's backward passes, and the parameters without a gradient in the running one
         self.reduce_each = reduce_each and stage >= 2  # else in the last pass only
-        self.passes = self.passes_left = passes
+        self.passes = self.passes_left = microbatches * len(place.scopes)
         self.missing = set(range(len(parameters)))
 
     def view(self, i, flat):
@@ -497,115 +559,31 @@ def group_parameters(parameters, bucket_bytes, kind_of):
 # --- together with another kind of parallelism (docs/use/two-techniques.md)
 
 
-class ZeRO(BucketedZeRO):
-    """BucketedZeRO beside other kinds of parallelism: it reads p.placement, which they write (see
-    `placed`), sums partial gradients, and counts each parameter once in the norm. Its options:
+class Place(NamedTuple):
+    """Which ranks share a parameter, and which backward passes bring its gradients."""
 
-    scopes         a pipeline's rank with several stages: {stage: its module}. Each has a backward
-                   pass per micro-batch, and the pipeline says which one is running: `around`
-    splits         HSDP, ZeRO within a node and replicas across nodes: {data group: (the ranks that
-                   split this replica, the ranks with the same shards, one of each replica)}
-    gather_before  modules, such as fsdp.default_units(model), that wait for their new weights when
-                   their forward begins, so that step() does not wait for these. Before that nobody
-                   else may read these weights, or write the masters"""
+    group: dist.ProcessGroup  # the ranks that split this replica
+    across: dist.ProcessGroup | None  # those with the same shards of other replicas, if there are
+    partial: tuple  # groups over which its gradient is a partial sum
+    scopes: tuple  # the pipeline stages that use it: each has a backward pass per micro-batch
+    units: tuple = ()  # fsdp.py's, which gather it
 
-    valid_stages = 0, 1, 2
 
-    def __init__(
-        self, model, group, stage, *args, scopes=None, splits=None, gather_before=(), **options
-    ):
-        self.scopes, self.splits = scopes or {None: model}, splits or {}
-        self.scope, self.inputs_only = None, False  # of the running backward pass, see `around`
-        self.replica_sums = []  # works
-        self.cut_groups = find_cut_groups(model.parameters(), group if stage > 0 else None)
-        self.of_scope = {scope: set(module.parameters()) for scope, module in self.scopes.items()}
-        super().__init__(model, group, stage, *args, **options)
-        del self.of_scope  # it would keep the parameters that the views have replaced
-        self._gather_before(gather_before)
-        check_zero_arguments(self)
+def find_places(model, group, splits, scopes):
+    """{parameter: its Place}, from p.placement, which other kinds of parallelism write.
 
-    def kind_of(self, p):
-        return *super().kind_of(p), self.place_of(p)
-
-    def place_of(self, p):
-        """Which ranks share p, and which backward passes bring its gradients:
-
-        group    the ranks that split this replica
-        across   those with the same shards, one of each replica; None: there is one replica
-        partial  groups over which its gradient is a partial sum
-        scopes   the pipeline stages that use it, each with a backward pass per micro-batch"""
-        data_group = placed(p, "data", self.group)
-        group, across = self.splits.get(data_group, (data_group, None))
-        scopes = tuple(scope for scope, used in self.of_scope.items() if p in used)
-        return group, across, tuple(placed(p, "partial", ())), scopes
-
-    def make_bucket(self, parameters, bucket_class=ShardedBucket, **options):
-        group, across, partial, scopes = self.place_of(parameters[0])
-        passes = self.microbatches * len(scopes)
-        bucket = bucket_class(parameters, group, self.stage, passes, **options)
-        bucket.across, bucket.partial, bucket.scopes = across, partial, scopes
-        return bucket
-
-    def _gather_before(self, modules):
-        waiting = {p for module in modules for p in module.parameters()}
-        # A weight outside of the modules is read without a wait: step() waits for its bucket
-        late = [bucket for bucket in self.buckets if waiting.issuperset(bucket.parameters)]
-        for bucket in late:
-            bucket.waits_in_forward = True
-        for module in modules:
-            parameters = set(module.parameters())
-            buckets = [b for b in late if not parameters.isdisjoint(b.parameters)]
-            module.register_forward_pre_hook(lambda *_, own=buckets: wait_for_weights(own))
-        for module in self.model.modules():
-            module.register_state_dict_pre_hook(lambda *_: wait_for_weights(late))
-
-    @contextlib.contextmanager
-    def around(self, action):
-        """For Pipeline(..., around=zero.around): an action of the pipeline's."""
-        self.scope = action.stage if action.stage in self.scopes else None
-        self.inputs_only = action.kind == "I"
-        try:
-            yield
-        finally:
-            self.scope, self.inputs_only = None, False
-
-    def _new_queue(self):
-        return [b for b in super()._new_queue() if self.scope in (None, *b.scopes)]
-
-    def _reduce_full(self, also=()):
-        if not self.inputs_only:  # I of a split backward: W brings the weights' gradients later
-            super()._reduce_full(also)
-
-    def _reduced(self, bucket):
-        super()._reduced(bucket)
-        if bucket.across is not None and bucket.passes_left == 0:
-            work = dist.all_reduce(bucket.gradient_shard, group=bucket.across, async_op=True)
-            self.replica_sums.append(work)
-
-    def _reduce_all(self, given_up=False):
-        super()._reduce_all(given_up)
-        for work in self.replica_sums:
-            work.wait()
-        self.replica_sums.clear()
-        for bucket in self.trainable:
-            for group in bucket.partial:
-                dist.all_reduce(bucket.gradient_shard, group=group)
-
-    def grad_norm(self, pipeline_group=None):
-        """pipeline_group: the ranks with the other stages of a pipeline."""
-        self.finish()
-        # A zero, because this rank may have no part that counts
-        counted = [self.buckets[0].weights.new_zeros(1, dtype=self.buckets[0].reduce_dtype)]
-        for bucket in self.trainable:
-            parts = bucket.gradient_shard.split(bucket.piece_sizes)
-            for p, part in zip(bucket.parameters, parts):
-                if is_counted(p, self.cut_groups, pipeline_group, bucket.across):
-                    counted.append(part)
-        total = sum_of_squares(counted)
-        for group in [self.group if self.stage > 0 else None, *self.cut_groups, pipeline_group]:
-            if group is not None and dist.get_world_size(group) > 1:
-                dist.all_reduce(total, group=group)
-        return total.sqrt()
+    scopes  a pipeline's rank with several stages: {stage: its module}. Each has a backward pass per
+            micro-batch, and the pipeline says which one is running: ZeRO.around
+    splits  HSDP, ZeRO within a node and replicas across nodes: {data group: (the ranks that split
+            this replica, the ranks with the same shards, one of each replica)}"""
+    used = {scope: set(module.parameters()) for scope, module in scopes.items()}
+    places = {}
+    for p in model.parameters():
+        data_group = placed(p, "data", group)
+        inside, across = splits.get(data_group, (data_group, None))
+        of_scopes = tuple(scope for scope, parameters in used.items() if p in parameters)
+        places[p] = Place(inside, across, tuple(placed(p, "partial", ())), of_scopes)
+    return places
 
 
 def placed(p, key, default):
@@ -655,7 +633,7 @@ def check_zero_arguments(zero):
     if kind in NOT_ELEMENTWISE:
         advice = "take AdamW or SGD; for Muon muon.py"
         raise ValueError(f"{kind} needs whole matrices, ZeRO has pieces of them: {advice}")
-    if not all(bucket.scopes for bucket in zero.trainable):
+    if not all(bucket.place.scopes for bucket in zero.trainable):
         raise ValueError("a trained parameter of the model is in none of the scopes")
     for group, across in zero.splits.values():
         if across is not None:  # ranks with different shards would be added

@@ -300,7 +300,6 @@ def assert_trained(named, whole, piece=lambda full, p: full):
         ("ddp", "sum_gradients", "torch", "sgd", 0),
         ("zero", "PlainZeRO1", "mlp", "SGD", 0),
         ("zero", "PlainZeRO1", "torch", "adamw", 0),
-        ("zero", "BucketedZeRO", "torch", "AdamW", 1.0),
         ("zero", "ZeRO", "torch", "AdamW", 1.0),
         ("zero fsdp", "FSDP", "torch", "AdamW", 1.0),
         ("muon", "Muon", "torch", "Muon", 1.0),
@@ -319,10 +318,7 @@ def test_usage_of_data_parallelism(copied, files, of, model, optimizer, limit):
         if of == "PlainZeRO1":
             names["target_count"] = names["batches"][0][1]
             names["batches"] = [part for [part], _ in names["batches"]]
-        shown = of
-        if of in ("BucketedZeRO", "ZeRO"):  # both are used alike
-            shown, names["ZeRO"] = "BucketedZeRO", getattr(module, of)
-        exec(usage(getattr(module, shown)).replace("torch.optim.SGD", "make"), names)
+        exec(usage(getattr(module, of)).replace("torch.optim.SGD", "make"), names)
         weights = use.named()
         if of not in ("sum_gradients", "PlainZeRO1"):
             sharded = names[{"FSDP": "fsdp", "Muon": "muon"}.get(of, "zero")]

@@ -335,11 +335,11 @@ padding gets a gradient: ddp:DDP.finish
 one bias left out: ddp:DDP.__init__
     listed = Counter(parameters) -> listed = all_but_a_bias(parameters)
     gpt2 --dp 2 -> step 1, backward -> add up to the right one: never summed over dp
-ZeRO sums twice: zero:BucketedZeRO.finish
+ZeRO sums twice: zero:ZeRO.finish
     self.last_call = "finish" -> + [bucket.gradient_shard.mul_(2) for bucket in self.trainable]
     gpt2 --dp 2 --zero 3 -> step 1, backward -> summed once too often, or not averaged, over dp (2)
-copies not summed: zero:ZeRO.place_of
-    return group, across -> return group, None
+copies not summed: zero:find_places
+    Place(inside, across, -> Place(inside, None,
     sgd --dp 4 --zero 2 --zero-ranks 2 -> step 1, backward -> never summed over inside or across
 no rank adds to a shard: zero:ShardedBucket.start_reduction
     if dist.get_world_size(self.group) == 1: -> if True:
