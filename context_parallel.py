@@ -16,9 +16,9 @@ tokens the last rank would have the most work. So each holds an early and a late
     chunk   0 1 2 3 4 5 6 7
     rank    0 1 2 3 3 2 1 0
 
-Sent per block: K and V make N - 1 hops in forward and again in backward. Their gradients make N,
-to come home. In all (4 r e + 2 a) B T C_kv bytes: r = (N-1)/N, B sequences of T tokens, C_kv the
-width of K, e bytes an element, a = max(e, 4) of gradients.
+Sent per block: K and V make N - 1 hops in forward and again in backward. In backward dK and dV
+follow them, and make N hops to come home; dQ stays on its rank. In all (4 r e + 2 a) B T C_kv
+bytes: r = (N-1)/N, B sequences of T tokens, C_kv the width of K, e bytes an element, a = max(e, 4).
 Backward: with lse, the logarithm of a query's full softmax denominator, e^(score - lse) gives any
 tile's final probabilities. Weights' gradients are summed: a rank's loss is that of its tokens.
 Not for short sequences, where messages take longer than tiles (docs/learn/long-sequences.md).

@@ -224,7 +224,8 @@ def of_tensor(a, b, d):
         fitting = [x for x, size in sizes.items() if size == n and not x.startswith(PIECES)]
         over = " or ".join(fitting) or "the ranks"
         for row in of_ranks:
-            yield f"{text}, and one is right: it was never sent to the other ranks", row, ours
+            words = "the others never got it, or changed it afterwards"
+            yield f"{text}, and one is right: {words}", row, ours
         yield f"{text}, which add up to the right one: never summed over {over}", total, ours
         yield f"{text}, whose mean is right: never averaged over {over}", total / n, ours
         yield text, ours, ours

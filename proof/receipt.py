@@ -204,10 +204,9 @@ def print_receipt(run, result, notes):
         processes = "this run" if run.world == 1 else f"{run.world} processes"
         error = result["max_error"]["grad"]
         verdict = f"proven: {processes} computed the gradients of one process, to {error:.1e}"
-        verdict += "\n  docs/fix/receipts.md explains each line"
     elif result["ok"] and result["held"]:
         verdict = "ok: bytes sent and held agree with the formulas"
-    run.print(f"  {verdict}")
+    run.print(f"  {verdict}\n  docs/fix/receipts.md explains each line")
 
 
 def beside(row):

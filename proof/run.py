@@ -29,6 +29,7 @@ from harness.refusal import Refused, say
 from proof import diagnosis, one_process
 from proof.ledger import Ledger, lasting, storage_bytes
 from proof.receipt import write_receipt
+from proof.tolerance import TOLERANCE
 
 
 class Run(rank.TrainingRank):
@@ -86,7 +87,20 @@ class Run(rank.TrainingRank):
                     steps = "step 1" if self.proven == 1 else f"steps 1 to {self.proven}"
                     self.print(f"now {steps} on one process, to compare")
                     self.proof = one_process.prove(self, reference, self.notes)
+                    self.say_what_follows()
                 self.restart_clock()
+
+    def say_what_follows(self):
+        """After the compared steps, if more are left: whether they agree, and what comes next."""
+        errors, limits, last = self.proof.errors, TOLERANCE[self.precision], self.args.steps
+        if self.proven == last:
+            return
+        if all(errors[kind] <= limits[kind] for kind in errors):
+            text = f"equal, gradients to {errors['grad']:.1e}; on to step {last:,} and the receipt"
+        else:
+            text = f"NOT equal: the receipt says where, after step {last:,}; --steps {self.proven} "
+            text += "brings it now"
+        self.print(text)
 
     def begin(self, optimizer):
         self.lr = learning_rate(self.step, self.args)

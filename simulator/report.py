@@ -141,8 +141,8 @@ def print_plan(config, cluster, rows):
     args = rows[0].args
     gpus, device, tokens = device_count(args), device_name(args), args.batch * config.context
     print(
-        f"{harness.parameter_count(config):,} parameters, weights in {args.param_dtype}, "
-        f"{args.batch:,} x {config.context:,} = {tokens:,} tokens a step\n"
+        f"{harness.parameter_count(config):,} parameters in {args.param_dtype}, gradients summed "
+        f"in {args.reduce_dtype}, {args.batch:,} x {config.context:,} = {tokens:,} tokens a step\n"
         f"{gpus:,} x {device} of {cluster.device.memory / 1e9:g} GB, {links_of(args, cluster)}\n"
     )
     cells = [cells_of(one, config, cluster) for one in rows]

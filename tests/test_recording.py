@@ -161,7 +161,7 @@ def written(path, lines, facts=FACTS):
         (weight((1.0, 0.5)), "before step 1: the weight of w"),
         (weight((0.0, 0.0)), "it is zero"),
         (weight((float("nan"), float("nan"))), "it is not finite"),
-        (weight((2.0, 1.0), (2.0, -1.0)), "and one is right: it was never sent"),
+        (weight((2.0, 1.0), (2.0, -1.0)), "and one is right: the others never got it"),
         (weight((2.0, 0.5), (2.0, 1.5)), "never averaged over the ranks"),
     ],
 )

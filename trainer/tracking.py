@@ -1,5 +1,4 @@
-"""What train.py writes while it runs: a log, Weights & Biases, TensorBoard, a plot of the loss,
-MFU, traces of some steps."""
+"""What train.py writes while it runs: logs, TensorBoard, a plot of the loss, MFU, traces."""
 
 import contextlib
 import functools
@@ -55,6 +54,7 @@ def describe(run, schedule):
     if args.islands > 1:
         layout = f"{args.islands} islands of {layout}"
     text = f"text {run.corpus.name}: {len(run.corpus.tokens):,} tokens, {run.target_count:,} a step"
+    text += f"; checkpoints in {args.out}" if args.out else "; nothing is saved without --out"
     run.print(f"{harness.parameter_count(config):,} parameters, {layout}; {text}")
     if args.pp > 1:
         layers = schedules.stage_layers(config, schedule.last + 1)
