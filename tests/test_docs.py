@@ -1,6 +1,7 @@
 """The README and the pages of docs/: every command parses, every link leads somewhere.
 
-`pytest -m commands` also runs, as printed, every command that takes less than half a minute."""
+`pytest -m commands` also runs every command that takes less than half a minute. It must print the
+figures that the pages give beside it: so these are one on all pages."""
 
 import os
 import pathlib
@@ -26,15 +27,44 @@ LONG += ["tests.", "pytest", ".ci/run", "FOLDER", "--check", "proof.compare"]
 
 
 def commands():
-    """(page, command) of every command line in a code block, two of them on a line or one."""
+    """(page, command) of every command in a code block, two of them on a line or one, and of every
+    command in a sentence."""
     found = []
     for page in PAGES:
         for line in page.read_text().splitlines():
+            parts = re.findall("`([^`]+)`", line)
             if line.startswith("    "):
-                for part in re.split(r" {2,}", line.strip()):
-                    if part.startswith(STARTS):
-                        found.append((page.name, part))
+                parts = re.split(r" {2,}", line.strip())
+            found += [(page.name, part) for part in parts if part.startswith(STARTS)]
     return found
+
+
+def figures(text):
+    """(command, figure) for each figure with a unit that a page gives for one command: in a row or
+    sentence that names it, in what is quoted below it, and in what is said of that."""
+    below = []  # the commands of the last block that has any
+    for block in re.split(r"\n\s*\n", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)):
+        parts = [block]
+        if block.startswith("    "):
+            cells = [cell for line in block.splitlines() for cell in re.split(r" {2,}", line)]
+            below = [cell for cell in cells if cell.startswith(STARTS)] or below
+        elif block.startswith("#"):
+            below = []
+        else:
+            parts = re.split(r"\n(?=\|)|(?<=[.:])\s", block)  # rows, or sentences
+        for part in parts:
+            named = re.findall(r"`((?:python|torchrun) [^`]+)`", part)
+            if not named and "`-" in part or len(named or below) != 1:  # other flags, or several
+                continue
+            for figure in re.findall(r"(?<![\w.])(\d[\d,]*\.\d+) ?(?:[KMGT]B|s|%)(?![\w/])", part):
+                yield (named or below)[0], figure
+
+
+def test_figures_beside_a_command():
+    text = "    python a.py\n\n    sent 1.50 MB\n\nThat is 2.5%. With `--x` 9.5%.\n\n"
+    text += "`python b.py` takes 3.00 s.\n\n# Title\n\n4.0%\n"
+    found = [("python a.py", "1.50"), ("python a.py", "2.5"), ("python b.py", "3.00")]
+    assert [*figures(text)] == found
 
 
 class Parsed(Exception):
@@ -70,18 +100,30 @@ def test_every_command_parses(page, command, monkeypatch):
     parse(command, monkeypatch)
 
 
+def sections(text):
+    """{anchor: what stands below that title, up to the next one}, and "" for all of a page."""
+    _, *parts = re.split(r"^#+ (.*)$", text, flags=re.M)
+    anchors = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in parts[::2]]
+    return {"": text} | dict(zip(anchors, map("".join, zip(parts[::2], parts[1::2]))))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+    """A figure in a link's words stands where it leads; so do formulas in a row that begins with a
+    link."""
+    link = re.compile(r"(^\| )?\[([^]]*)\]\(([^)\s]+)\)(.*)", re.M)
+    for first, words, target, rest in link.findall(page.read_text()):
         if "://" in target:
             continue
         path, _, anchor = target.partition("#")
         file = (page.parent / path).resolve() if path else page
         assert file.exists(), f"{page.name} links to {target}"
-        if anchor:
-            titles = re.findall(r"^#+ (.*)$", file.read_text(), re.M)
-            anchors = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
-            assert anchor in anchors, f"{page.name} links to {target}"
+        if file.suffix == ".md":
+            there = sections(file.read_text())
+            assert anchor in there, f"{page.name} links to {target}"
+            formulas = re.findall("`([^`]+)`", rest) if first else []
+            for quoted in [*re.findall(r"\d[\d,.]*\d", words), *formulas]:
+                assert quoted in there[anchor], f"{page.name}: {quoted} is not in {target}"
 
 
 def test_code_is_that_of_the_lessons():
@@ -98,15 +140,19 @@ def test_code_is_that_of_the_lessons():
 @pytest.mark.commands
 @pytest.mark.parametrize("command", sorted({command for _, command in commands()}))
 def test_short_commands_run(command):
-    if any(word in command for word in LONG):
+    if any(word in command for word in LONG) and "--dry-run" not in command:
         pytest.skip("it takes longer than half a minute, or needs more than this machine")
-    environment = os.environ | {
-        "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
-    }
-    done = subprocess.run(
-        command, shell=True, cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+    path = f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
+    options = dict(shell=True, cwd=ROOT, env=os.environ | {"PATH": path}, text=True)
+    done = subprocess.run(command, capture_output=True, **options)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "too much for" not in done.stdout  # a dry run's device
+    numbers = [float(number) for number in re.findall(r"\d+\.\d+", done.stdout.replace(",", ""))]
+    for page in PAGES:
+        for named, figure in figures(page.read_text()):
+            places = len(figure.partition(".")[2])
+            rounded = {f"{number:,.{places}f}" for number in numbers}
+            assert named != command or figure in rounded, f"{page.name}: {figure}"
 
 
 def test_the_readme_says_how_many_lines_to_copy():
