@@ -61,10 +61,9 @@ def figures(text):
 
 
 def test_figures_beside_a_command():
-    text = "    python a.py\n\n    sent 1.50 MB\n\nThat is 2.5%. With `--x` 9.5%.\n\n"
-    text += "`python b.py` takes 3.00 s.\n\n# Title\n\n4.0%\n"
-    found = [("python a.py", "1.50"), ("python a.py", "2.5"), ("python b.py", "3.00")]
-    assert [*figures(text)] == found
+    text = "    python a\n\n    sent 1.50 MB\n\nThat is 2.5%. With `--x` 9.5%.\n\n"
+    text += "`python b` takes 3.0 s.\n\n# Title\n\n4.0%\n"
+    assert [*figures(text)] == [("python a", "1.50"), ("python a", "2.5"), ("python b", "3.0")]
 
 
 class Parsed(Exception):

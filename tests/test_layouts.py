@@ -1,5 +1,4 @@
-"""One curve: train.py in any layout against one process, and the bugs that its checks must
-catch."""
+"""One curve: train.py in any layout against one process, and the bugs that are caught."""
 
 import collections
 import functools
@@ -13,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import ROOT
 from reference import case
 
 import harness
@@ -465,12 +465,13 @@ def planted(bug):
 @pytest.mark.parametrize("world", FOUND)
 def test_planted_bugs_are_caught(ranks, text, world):
     """Else a receipt passes with a bug, or sends its reader to another place."""
-    cases = []
+    cases, page = [], (ROOT / "docs/reference/planted-bugs.md").read_text()
     for bug, variant, layout, *_ in FOUND[world]:
         args = arguments(text, f"{VARIANTS[variant]} --layers 2 {layout}")
         if bug == "one bias left out":  # it starts at zero and gets a step of the learning rate
             args.weight_decay = 0.0
         cases.append((bug, args))
+        assert bug in page and f"plants {len(CHANGES)} bugs" in page
 
     def work(rank):
         found = []
