@@ -340,8 +340,7 @@ def view_of(group):
 @torch.no_grad()
 def all_reduce(tensor, op=SUM, group=None, algorithm="ring", **options):
     """The sum of all tensors, in place. It has the same bits on all ranks; another algorithm's may
-    differ by rounding, because it adds in another order. docs/learn/collectives.md shows it in a
-    training loop.
+    differ by rounding, because it adds in another order.
 
         all_reduce(gradient)
         all_reduce(x, MAX, group, algorithm="halving-doubling")    # a name of ALGORITHMS
