@@ -22,7 +22,6 @@ def printed(module, words, monkeypatch, capsys):
     [
         (why, ""),
         (scaling, "--nodes 1,16,128,256"),
-        (scaling, "--nodes 256 --published 1=49:55,256=0:14:13"),
     ],
 )
 def test_the_page_shows_what_its_commands_print(module, words, monkeypatch, capsys):
