@@ -5,8 +5,8 @@
 
 What they show is asked from the code that does it: groups from train.py's mesh, chunks and tiles
 from context_parallel.py, stages from the schedule, sums from collectives.py. The questions of the
-choice and the estimates are those of their pages. SVG is written by hand: text stays text, and the
-same code writes the same file.
+choice are those of its page. SVG is written by hand: text stays text, and the same code writes the
+same file.
 """
 
 import functools
@@ -398,8 +398,8 @@ def draw_box(svg, x, y, width, words, fill, frame):
 
 
 def estimates():
-    """The table of docs/reference/estimates.md, which benchmarks.published prints."""
-    page = (FOLDER.parent / "reference" / "estimates.md").read_text()
+    """The table that benchmarks.published prints, kept in published.txt."""
+    page = (FOLDER / "published.txt").read_text()
     rows = re.findall(r"^\| (.+) \| (.+) \| ([\d,.]+) \| ([\d,.e+]+) \| .*% \|$", page, re.M)
     svg = Picture(620, "Estimates beside published runs")
     colors = {"tokens/s a GPU": BLUE, "TFLOP/s a GPU": VERMILION, "seconds a step": GREEN}
