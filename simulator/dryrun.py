@@ -39,6 +39,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import context_parallel
 import proof
 import zero_bubble
+from dualpipe import PairedSchedule
 from expert_parallel import ExpertDispatch
 from harness import Refused, signals
 from proof.ledger import lasting
@@ -86,7 +87,9 @@ class DryRun(proof.Run):
 
     def make_ledger(self, groups):
         args, dropout = self.args, self.config.dropout > 0
-        return Meter(groups, self.cluster, args.kernel, dropout, args.expert_chunks == 1)
+        # A compiled block waits for f's message, but where it gathers again
+        hides = getattr(args, "hides", (False, True) if args.gather_again else (False,))
+        return Meter(groups, self.cluster, args.kernel, dropout, hides)
 
     @contextlib.contextmanager
     def watch(self, action):
@@ -245,6 +248,9 @@ def play(args, rank, cluster, train, brief=None, routing=even):
             rows.append([a._replace(microbatch=keep[a.microbatch]) for a in kept])
         schedule = type(schedule)(rows)
         args.batch, args.microbatches = 2 * args.batch // args.microbatches, 2
+    if args.schedule == "dualpipev" and args.zero < 3:
+        # Pairs are played one action after the other, but their receives are posted together
+        schedule.receives_before = PairedSchedule(schedule.rows).receives_before
     world = args.dp * args.cp * args.tp * args.pp
     with contextlib.ExitStack() as modes:
         for place, name, stand_in in stand_ins(args, routing, brief):

@@ -115,10 +115,3 @@ def on_their_way(row, part_of):
     for start, _, action in row:
         end = max(end, start) + part_of(action).beside
     return end
-
-
-def step_of(args, config, cluster, train, sums=None, slower=1.0):
-    """The Estimate of a layout; and what its first rank and the last stage's first did. sums,
-    slower: see `estimate`."""
-    [played] = dryrun.play_brief([(args, config)], cluster, train)
-    return estimate(args, config, cluster, played, sums, slower), played

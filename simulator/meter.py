@@ -49,20 +49,20 @@ class Meter(ledger.Ledger):
     """A ledger that runs every operation on meta tensors, which have shapes and storages but no
     memory. It gives each its time, and counts FLOPs; whoever reads a value gets a 1.
 
-    attention: its kernel, see kernels.py. dropout: of plain attention's scores. waits: whether an
-    expert's message is waited for at once. `counting`: whether the ledger counts. `fused`:
-    operations between products are one kernel, as torch.compile makes them. `parts`: a Part for
-    each span between two calls of `clock`; `flops`; `message`: bytes of the largest message between
-    stages."""
+    attention: its kernel, see kernels.py. dropout: of plain attention's scores. hides: the
+    values of `fused` with which tensor parallelism's messages travel beside computing. `counting`:
+    whether the ledger counts. `fused`: operations between products are one kernel, as torch.compile
+    makes them. `parts`: a Part for each span between two calls of `clock`; `flops`; `message`:
+    bytes of the largest message between stages."""
 
     fused = False
 
-    def __init__(self, groups, cluster, attention=None, dropout=False, waits=True):
+    def __init__(self, groups, cluster, attention=None, dropout=False, hides=(False,)):
         super().__init__(groups)
-        self.cluster, self.dropout, self.waits = cluster, dropout, waits
+        self.cluster, self.dropout, self.hides = cluster, dropout, hides
         self.attention = attention or kernels.family(cluster.device).attention
         self.read, self.written = {}, {}
-        self.links = {}
+        self.links, self.in_flight = {}, {}
         self.begin()
         self.stop()
 
@@ -80,6 +80,7 @@ class Meter(ledger.Ledger):
     def clock(self):
         """End the span since the last call."""
         self.end_kernel()
+        self.wait(*self.in_flight)
         compute, beside, waited, launching, rows = self.part
         memory = self.bytes - self.before, self.most - self.before
         self.parts.append(Part(max(compute, launching), beside, waited, rows, *memory))
@@ -134,6 +135,8 @@ class Meter(ledger.Ledger):
         name = func.overloadpacket.__name__
         if func.is_view or name in FREE or name.startswith(("empty", "new_empty")):
             return
+        given, made = (list(ledger.tensors_in(x)) for x in (args, out))
+        self.wait(*(t.untyped_storage()._cdata for t in given))
         if name in COSTS:
             self.end_kernel()
             flops, seconds = COSTS[name](self, args, out)
@@ -141,7 +144,6 @@ class Meter(ledger.Ledger):
             self.part[0] += seconds
             self.part[3] += LAUNCH
             return
-        given, made = (list(ledger.tensors_in(x)) for x in (args, out))
         if name in LOOKUPS:
             self.count_bytes(2 * sum(t.nbytes for t in made))
         elif self.fused and made:
@@ -174,11 +176,24 @@ class Meter(ledger.Ledger):
             return  # the other side's send
         names = [argument.name for argument in func._schema.arguments]
         is_async = "async_op" not in names[: len(args)] or args[names.index("async_op")]
-        waited = not is_async or axis == "tp" or axis == "ep" and self.waits
         seconds = self.links[group].seconds(operation, wire)
-        self.part[2 if waited else 1] += seconds
-        self.part[4] += seconds if axis == "ep" and is_async and waited else 0.0
         self.part[3] += LAUNCH
+        if not is_async or axis == "tp" and self.fused not in self.hides:
+            self.part[2] += seconds
+        elif axis in ("tp", "ep"):
+            storage = next(ledger.tensors_in(args[0])).untyped_storage()
+            self.in_flight[storage._cdata] = seconds, self.part[0], axis
+        else:
+            self.part[1] += seconds
+
+    def wait(self, *storages):
+        """Before these are used: messages that fill them have travelled beside computing."""
+        for storage in self.in_flight.keys() & storages:
+            seconds, start, axis = self.in_flight.pop(storage)
+            meanwhile = self.part[0] - start
+            waited = links.both(meanwhile, seconds) - meanwhile
+            self.part[2] += waited
+            self.part[4] += waited if axis == "ep" else 0.0
 
 
 @functools.cache

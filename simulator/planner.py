@@ -2,23 +2,24 @@
 are played."""
 
 import copy
+import functools
 import sys
 from typing import NamedTuple
 
 import harness
 from harness import Refused, zero_flags
-from receipts import formulas, zero
 from simulator import layouts, report
 from simulator.devices import HEADROOM, RESERVED, beside_allocator
 from simulator.dryrun import check_counts, play_brief
 from simulator.estimate import Estimate, estimate
-from simulator.rough import play_pieces, rough, state_bytes
+from simulator.rough import play_pieces, rough
 
 # Of a plan's layouts one device is the beginning: of it the model and the dtypes are taken
 ONE_DEVICE = dict(dp=1, cp=1, tp=1, pp=1, ep=1, zero=0, microbatches=1, schedule="1f1b")
 ONE_DEVICE |= dict(chunks=None, cp_rings=None, zero_ranks=None, sp=False)
 ONE_DEVICE |= dict(gather_again=False, keep_gathered=False, reduce_once=False)
 ROWS, MOST = 6, 12  # of the table, and layouts that are played for it at most
+say = functools.partial(print, file=sys.stderr, flush=True)  # progress, beside the answer
 
 
 class Candidate(NamedTuple):
@@ -65,10 +66,6 @@ def search(args, gpus, cluster, prepare, train):
     if not found:
         what = f"no layout of {gpus:,} devices suits --batch {args.batch:,} and this model"
         raise Refused(f"{what}: change --batch, --gpus or the heads")
-    states = sum(zero.model_states(3, gpus, *state_bytes(formulas.sizes_of(settled, config))))
-    states *= harness.parameter_count(config) / 1e9
-    if states > memory and not args.offload:
-        raise Refused(f"{what} fits {memory:g} GB, states take {states:.0f}: give more --gpus")
     say(f"{len(found):,} layouts of {gpus:,} devices")
     pieces = play_pieces(settled, config, found, cluster, train)
     tried = [by_formulas(layout, config, cluster, pieces) for layout in found]
@@ -90,11 +87,6 @@ def search(args, gpus, cluster, prepare, train):
     if rows[0].safe:
         rows = [one for one in rows if one.safe or one.step.seconds < rows[0].step.seconds]
     return config, pieces, tried, rows
-
-
-def say(text):
-    """Progress, beside the answer."""
-    print(text, file=sys.stderr, flush=True)
 
 
 def by_formulas(args, config, cluster, pieces):

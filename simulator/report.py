@@ -46,13 +46,9 @@ def print_held(args, config, cluster, played):
         cells = "".join(f" {human(size)}" for size in sizes)
         row = f"{rank.rank:6d}{stages:>20s} {rank.parameters:16,}{cells} {rank.flops:12.4g}"
         taken = rank.reserved + beside  # with what the allocator, nccl and CUDA take
-        print(f"  {row}  {fits(taken, cluster.device.memory)} {device}")
-
-
-def fits(taken, memory):
-    """Whether so many bytes fit a device, in words that go on with its name."""
-    verdict = "fits" if taken <= memory else "too much for"
-    return f"{taken / 1e9:.2f} of {memory / 1e9:g} GB: {verdict}"
+        verdict = "fits" if taken <= cluster.device.memory else "too much for"
+        full = f"{taken / 1e9:.2f} of {cluster.device.memory / 1e9:g} GB"
+        print(f"  {row}  {full}: {verdict} {device}")
 
 
 def print_sent(played):
@@ -78,8 +74,6 @@ def print_step(args, config, cluster, step, too_full):
     print(f"    {'nine runs in ten':<30s}{likely}")
     cost = device_count(args) * 1e6 / tokens
     print(f"    {tokens * 86400:.4g} tokens a day, {cost:.4g} device-seconds a million tokens")
-    flops = formulas.flops_per_token(config) * args.batch * config.context
-    print(f"    {flops:.4g} model FLOPs a step")
     if args.tokens:
         print(f"    {days(args, config, step.seconds)} for {args.tokens:.4g} tokens")
     if args.offload:

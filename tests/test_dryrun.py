@@ -35,7 +35,7 @@ LAYOUTS = [
     "--dp 2 --tp 2 --zero 3 --family llama --kv-heads 2 --microbatches 2 --recompute block",
     "--tp 2 --pp 2 --schedule interleaved --microbatches 4 --optimizer sgd --layers 5",
     "--tp 2 --sp --gather-again --pp 2 --schedule zb-v --microbatches 4 --layers 4",
-    "--pp 2 --schedule dualpipev --microbatches 4 --layers 4 --recompute block",
+    "--tp 2 --pp 2 --schedule dualpipev --microbatches 4 --layers 4",
     "--cp 2 --dp 2 --zero 1 --family llama --recompute selective",
     "--dp 4 --zero 3 --zero-ranks 2 --layers 2 --microbatches 1 --offload",
     "--cp 4 --cp-kind ring-ulysses --dtype float64",
