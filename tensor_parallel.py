@@ -111,6 +111,7 @@ class Enter(nn.Module):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, *parameters = (p if p is None else p.to(dtype) for p in (x, *parameters))
         kept = self.keep(x.detach())
+        x = SaveFirst.apply(x, kept, *parameters[: len(self.layers)])
         return dict(zip(self.layers, ProjectEntered.apply(x, kept, self, *parameters)))
 
     # keep: what of x is kept for backward. start_*: a message or None, and its result's function
@@ -184,15 +185,14 @@ class ProjectEntered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, kept, enter, *parameters):
-        ctx.enter, n = enter, len(parameters) // 2
-        ctx.save_for_backward(kept, *parameters[:n])
+        ctx.enter, ctx.saved, n = enter, x.grad_fn, len(parameters) // 2
         full = wait(*enter.start_gather(kept))
         return tuple(F.linear(full, *pair) for pair in zip(parameters[:n], parameters[n:]))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        (kept, *weights), n = ctx.saved_tensors, len(grads)
+        (kept, *weights), n = ctx.saved.saved_tensors, len(grads)
         gather = ctx.enter.start_gather(kept)
         rows = [grad.flatten(0, -2) for grad in grads]  # (B T, out / t)
         dx = rows[0] @ weights[0]
@@ -210,6 +210,20 @@ def wait(message, result):
     if message is not None:
         message.wait()
     return result()
+
+
+class SaveFirst(torch.autograd.Function):
+    """Identity. Saves what ProjectEntered needs, before it runs: activation checkpointing ends with
+    the last tensor that is saved, and does not repeat the products."""
+
+    @staticmethod
+    def forward(ctx, x, *saved):
+        ctx.save_for_backward(*saved)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, *[None] * (len(ctx.needs_input_grad) - 1)
 
 
 # --- a model of yours. All ranks have the same weights and tokens

@@ -26,6 +26,7 @@ BASE = (
     "--eval-every 0 --eval-batches 1"
 )
 BASE += " --quiet --backend gloo"
+LLAMA = "--family llama --kv-heads 2"
 MIXTURE = "--experts 5 --family llama --kv-heads 2 --balance-loss 0.1 --shared 1"
 LAYOUTS = [
     "--dp 2 --zero 1 --param-dtype bfloat16 --reduce-dtype float32 --microbatches 3",
@@ -86,6 +87,20 @@ def test_equals_a_real_run(ranks, text, flags):
         assert {kind: dry.held[kind] for kind in held} == held
 
 
+HIDDEN = {"": 5, "--sp": 5, "--sp --gather-again": 10, "--pp 2 --schedule zb-h1": 0}
+HIDDEN |= {"--compile": 1, "--compile --sp --gather-again": 10, "--experts 4": 3}
+
+
+@pytest.mark.parametrize("flags", HIDDEN)
+def test_messages_that_backward_hides(flags):
+    """As many as on real ranks, which test_tensor_parallel.py counts: something is computed while
+    they travel. A compiled block hides none but what it gathers again; the head is not compiled."""
+    args = arguments(f"--tp 2 {LLAMA} {flags}")
+    with mock.patch.object(links, "both", return_value=0.0) as both:
+        dryrun.play(args, 0, CLUSTER, train.train)
+    assert sum(computed > 0 for (computed, _), _ in both.call_args_list) == HIDDEN[flags]
+
+
 def test_experts_are_even_unless_told():
     args = arguments(f"--dp 2 --ep 2 {MIXTURE}")
     # 2 of the 5 experts: 3/5 of what it has leaves, 2/5 of what the other has comes
@@ -99,11 +114,11 @@ def test_experts_are_even_unless_told():
 
 
 @pytest.mark.parametrize(
-    "flags", ["--family llama --kv-heads 2", "--tp 2", "--cp 2", "--pp 2 --schedule zb-h1"]
+    "flags", [LLAMA, "--tp 2 --recompute selective", "--cp 2 --pp 2 --schedule zb-h1"]
 )
 def test_flops(flags):
     """Six for each weight and token, and seven products of attention (flash attention computes one
-    again), half of each."""
+    again), half of each. Selective recomputation repeats no product."""
     args = arguments(f"{flags} --vocab 258")  # divides by 2: no padding
     config, world = harness.configure(args), args.tp * args.cp * args.pp
     flops = sum(dryrun.play(args, rank, CLUSTER, train.train).flops for rank in range(world))
@@ -224,20 +239,15 @@ def test_estimate(flags):
     base = "--preset llama3-8b --layers 8 --batch 16 --microbatches 4 --prove 0 --backend nccl"
     args = arguments(flags, base)
     config = harness.configure(args)
-    ranks = [rank * args.dp * args.cp * args.tp for rank in range(args.pp)]
 
-    def step(cluster, play):
-        return estimate(args, config, cluster, play(cluster))
+    def step(cluster):
+        [ranks] = dryrun.play_brief([(args, config)], cluster, train.train)
+        return estimate(args, config, cluster, ranks)
 
-    def brief(cluster):
-        return dryrun.play_brief([(args, config)], cluster, train.train)[0]
-
-    def full(cluster):
-        return [dryrun.play(args, rank, cluster, train.train) for rank in ranks]
-
-    step_brief, whole = step(CLUSTER, brief), step(CLUSTER, full)
-    faster = step(CLUSTER._replace(intra=1e15, inter=1e15), brief)
-    parts = step_brief.parts
+    jobs = [(args, dryrun.first_ranks(args, range(args.pp)), None)]
+    [ranks] = dryrun.play_all(jobs, CLUSTER, train.train)
+    step_brief, whole = step(CLUSTER), estimate(args, config, CLUSTER, ranks)
+    faster, parts = step(CLUSTER._replace(intra=1e15, inter=1e15)), step_brief.parts
     assert sum(parts.values()) == pytest.approx(step_brief.seconds, rel=1e-9)
     assert step_brief.seconds == pytest.approx(whole.seconds, rel=1e-3)
     assert faster.seconds < step_brief.seconds and faster.parts["computing"] == parts["computing"]
@@ -248,8 +258,7 @@ def test_estimate(flags):
 
 
 def test_report(capsys):
-    flags = "--dry-run --pp 2 --tp 2 --tokens 1e9 --gpu x=80GB,989TFLOP/s,3.35TB/s"
-    dry_run(flags)
+    dry_run("--dry-run --pp 2 --tp 2 --tokens 1e9 --gpu x=80GB,989TFLOP/s,3.35TB/s")
     out = capsys.readouterr().out
     assert "842,624 parameters, tp 2 pp 2 1f1b, 4 micro-batches: 4 ranks" in out
     assert "all_reduce in tp" in out and "fits x" in out and "for 1e+09 tokens" in out
@@ -292,7 +301,7 @@ def test_a_plan_for_several_sizes(capsys, tmp_path):
     dry_run(f"{flags} --plot {picture}" if has_pyplot else flags)
     rows = re.findall(r"^ +(\d+)  (.*)", capsys.readouterr().out, re.M)
     assert [gpus for gpus, _ in rows] == ["1", "2"] and " micro-batches of " in rows[1][1]
-    assert re.fullmatch("none of .* layouts on 1 devices fits 25 GB, states take .*", rows[0][1])
+    assert re.fullmatch("none of .* layouts on 1 devices fits 25 GB, the least is .*", rows[0][1])
     assert not has_pyplot or picture.with_suffix(".png").stat().st_size
 
 
