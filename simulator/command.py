@@ -79,4 +79,3 @@ def main(args, prepare, train):
     [played] = play_all([(args, first_ranks(args, stages), None)], cluster, train)
     step = estimate(args, config, cluster, played)
     report.report(args, config, cluster, played, step)
-    report.islands_wait(args, config, step.seconds)

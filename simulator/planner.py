@@ -47,7 +47,6 @@ def plan(args, cluster, prepare, train):
     report.print_plan(config, cluster, rows)
     print("\n  what would change the answer, by formulas:")
     print("\n".join(what_would_change(tried, rows[0], config, cluster, pieces)))
-    report.islands_wait(rows[0].args, config, rows[0].step.seconds)
 
 
 def search(args, gpus, cluster, prepare, train):

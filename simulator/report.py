@@ -5,14 +5,11 @@ import math
 
 import harness
 import zero_bubble
-from harness.presets import parameter_shapes
 from proof.ledger import human
-from receipts import diloco, formulas
 from receipts import pipeline as schedules
 from simulator import layouts
 from simulator.devices import HEADROOM, beside_allocator
 from simulator.estimate import LIKELY
-from trainer import islands
 
 HEADS = ("weights", "gradients", "optimizer", "gathered", "activations", "at the peak", "FLOPs")
 HELD = ("parameters", "gradients", "optimizer", "gathered", "activations_peak")
@@ -90,32 +87,6 @@ def days(args, config, seconds):
     took, unit = (took, "days") if took >= 1 else (24 * took, "hours")
     each = [f"{x:,.0f}" if x >= 100 else f"{x:.3g}" for x in (took, *(took * f for f in LIKELY))]
     return f"{each[0]} {unit} ({each[1]} to {each[2]})"
-
-
-def islands_wait(args, config, seconds):
-    """Print what the slow link between islands adds to a step of `seconds` seconds."""
-    if args.islands == 1 or not args.between:
-        return
-    shapes, element = parameter_shapes(config), max(4, harness.DTYPES[args.dtype].itemsize)
-    sizes = []
-    for names in islands.parts_of(args, config)[0]:
-        numbers = sum(islands.copies(args, name) * shapes[name].numel() for name in names)
-        sizes.append(diloco.message_bytes(numbers, args.outer_bits, element))
-    # An island's ranks send their message and receive those of all other islands
-    travel = [(args.islands - 1) * size / args.between for size in sizes]
-    waits = sum(max(0.0, t - args.stream_delay * seconds) for t in travel) / args.sync_every
-    waits = max(waits, sum(travel) / args.sync_every - seconds)  # the link is never idle
-    tokens = args.islands * args.batch * config.context
-    gradients = sum(shape.numel() for shape in shapes.values()) * element
-    every_step = formulas.all_reduce_sent(gradients, args.islands) / args.between
-    largest = human(max(sizes)).strip()
-    print(f"\n  {args.islands} islands, {args.between * 8 / 1e6:,.4g} Mbit/s between them")
-    print(f"    largest message of an island {largest}, {max(travel):.4g} s on its way")
-    if islands.copies(args) > 1:
-        print(f"    {islands.copies(args)} ranks send the same numbers: --zero 1 sends them once")
-    print(f"    waiting for messages {waits:.4g} s a step, {waits / (seconds + waits):.1%} of it")
-    ddp = f"{tokens / (seconds + every_step):,.0f} if gradients were summed each step"
-    print(f"    together {tokens / (seconds + waits):,.0f} tokens/s; {ddp}")
 
 
 # --- a plan

@@ -165,7 +165,7 @@ train --out folder/record.jsonl -> can't be written
 train --islands 2 --island 0 -> --island is gone: start islands x dp
 train --sync-every 3 -> means nothing without --islands
 train --islands 2 --batch 5 -> use 4
-train --islands 2 --between 1Gbit/s -> without --dry-run
+train --islands 2 --between 1Gbit/s -> --between is gone: docs/use
 train --islands 2 --stream 60 -> --sync-every 60 or more
 train --islands 2 --only-sample --out x -> leave --islands out
 train --islands 2 --experts 2 --bias-rate 0.1 -> nobody averages

@@ -145,11 +145,3 @@ def test_a_signal_to_any_rank_saves_all_islands(tmp_path, text):
     assert run.end() == 0 and "stopped by SIGTERM" in run.output()
     index = checkpoint.newest_index(tmp_path / "out")
     assert "island 1 weight" in index["tensors"]["head.norm.weight"]
-
-
-def test_a_dry_run_says_what_crosses_the_link(script):
-    """10,832 numbers of 8 bytes and a header of 16, of two other islands; 4 times without ZeRO."""
-    flags = f"{SMALL} --dry-run --islands 3 --dp 4 --between 8kbit/s --zero"
-    assert "86.67 KB, 173.3 s on its way" in script("train", f"{flags} 1")[1]
-    said = script("train", f"{flags} 0")[1]
-    assert "346.64 KB, 693.3 s" in said and "4 ranks send the same numbers" in said

@@ -33,7 +33,6 @@ from trainer import checkpoint
 # Kinds of a checkpoint's pieces: the first two are equal on all islands
 OLD, MOMENTUM, ERROR = (checkpoint.OUTER + kind for kind in ("old", "momentum", "error"))
 EVERY = 50  # the default of --sync-every
-BITS = {"bit/s": 1 / 8, "kbit/s": 1e3 / 8, "Mbit/s": 1e6 / 8, "Gbit/s": 1e9 / 8}
 
 
 def add_flags(parser):
@@ -41,9 +40,7 @@ def add_flags(parser):
     why = "number of islands; each has the layout of the other flags, and its share of the batch"
     g.add_argument("--islands", **harness.POSITIVE, default=1, help=why)
     player.add_flags(g, EVERY)
-    why = "for --dry-run: the link between islands, such as 1Gbit/s"
-    speed = harness.quantity(harness.SPEED | BITS, "1Gbit/s")
-    g.add_argument("--between", type=speed, metavar="SPEED", help=why)
+    flags.gone(g, "--between", "docs/use/slow-links.md has a formula for what islands wait for")
     instead = "start islands x dp x cp x tp x pp ranks with one torchrun "
     instead += "(torchft has islands that come and go)"
     for flag in ("--island", "--meet", "--secret-file", "--island-timeout"):
@@ -237,9 +234,7 @@ class Averaging(diloco.DiLoCo):
         return layout, sent | outer_sent, held | outer_held, notes
 
 
-def copies(args, name=""):
-    """How many ranks of an island step on the same numbers of a parameter: each sends them."""
+def copies(args):
+    """How many ranks of an island step on the same numbers: each sends them."""
     ranks = args.dp * args.cp
-    if args.zero:
-        return ranks // (args.zero_ranks or ranks)
-    return ranks // args.ep if ".experts." in name else ranks
+    return ranks // (args.zero_ranks or ranks) if args.zero else ranks

@@ -185,8 +185,8 @@ def check_documents(args):
 
 def check_needed(args):
     """Refuse flags that mean nothing without another one."""
-    several = "between sync_every outer_lr outer_momentum stream stream_delay outer_bits"
-    simulation = "between tokens gpu nodes_of intra inter matmul kernel"
+    several = "sync_every outer_lr outer_momentum stream stream_delay outer_bits"
+    simulation = "tokens gpu nodes_of intra inter matmul kernel"
     for names, is_there, what in (
         ("cp_rings", args.cp_kind == "ring-ulysses", "--cp-kind ring-ulysses"),
         ("gather_again", args.sp, "--sp"),
