@@ -131,8 +131,8 @@ class ZeRO:
         self.splits, self.scopes = splits or {}, scopes or {None: model}
         self.scope, self.inputs_only = None, False  # of the running backward pass, see `around`
         self.queue = []  # buckets that wait for gradients of the running backward pass
-        self.works = []  # (bucket, work): reductions on their way
-        self.replica_sums = []  # works
+        self.reductions = []  # (bucket, wait) of those on their way
+        self.replica_sums = []  # the same over the replicas of HSDP: works
         self.backward_running = False  # still true after an exception
         self.last_call = None  # "zero_grad", "backward" or "finish"
         self.cut_groups = find_cut_groups(model.parameters(), group if stage > 0 else None)
@@ -179,7 +179,8 @@ class ZeRO:
         """Start a step. After an exception on any rank all ranks call it with give_up=True."""
         # By itself if its own backward raised: other ranks may already wait in finish()
         give_up = give_up or self.backward_running
-        check_before_zero_step(self, give_up)
+        check_zero_call(self, "give up" if give_up else "zero_grad")
+        check_zero_parameters(self)
         if give_up and self.last_call != "finish":
             self._reduce_all(given_up=True)
         self.backward_running, self.last_call = False, "zero_grad"
@@ -208,9 +209,7 @@ class ZeRO:
     def finish(self):
         """Complete the gradients, after the last backward of a step. grad_norm(), clip() and step()
         call it too."""
-        if self.backward_running:
-            advice = "call zero_grad(give_up=True) on all ranks"
-            raise RuntimeError(f"an exception ended a backward pass: {advice}")
+        check_zero_call(self, "finish")
         if self.last_call != "finish":
             self._reduce_all()
             self.last_call = "finish"
@@ -218,9 +217,7 @@ class ZeRO:
     def step(self):
         """Step on this rank's shards, and send the new weights to all. Called again without
         zero_grad() it steps with the same gradients, as torch's optimizers do."""
-        if self.last_call == "zero_grad":
-            advice = "a rank that ran no backward pass calls finish() before"
-            raise RuntimeError(f"step() after zero_grad(): all gradients are zero; {advice}")
+        check_zero_call(self, "step")
         self.finish()
         for bucket in self.trainable:
             bucket.staged_gradient.copy_(bucket.gradient_shard, non_blocking=True)
@@ -258,15 +255,14 @@ class ZeRO:
             bucket = self.queue.pop(0)
             bucket.end_pass()
             if bucket.reduce_each or bucket.passes_left == 0:
-                self.works.append((bucket, bucket.start_reduction()))
+                self.reductions.append((bucket, bucket.start_reduction()))
             if self.stage >= 2:
                 self._wait(leave=1)  # at most two buckets are whole: one is on its way, one fills
 
     def _wait(self, leave=0):
-        while len(self.works) > leave:
-            bucket, work = self.works.pop(0)
-            if work is not None:
-                work.wait()
+        while len(self.reductions) > leave:
+            bucket, wait = self.reductions.pop(0)
+            wait()
             bucket.keep_shard()
             if bucket.place.across is not None and bucket.passes_left == 0:
                 options = {"group": bucket.place.across, "async_op": True}
@@ -297,14 +293,15 @@ class ZeRO:
         """The norm of the whole gradient: a float64 scalar, the same on all ranks. pipeline_group:
         the ranks with the other stages of a pipeline."""
         self.finish()
-        # A zero, because this rank may have no part that counts
-        counted = [self.buckets[0].weights.new_zeros(1, dtype=self.buckets[0].reduce_dtype)]
+        dtype = self.buckets[0].reduce_dtype
+        counted = [self.buckets[0].weights.new_zeros(1, dtype=dtype)]  # there may be nothing else
         for bucket in self.trainable:
             parts = bucket.gradient_shard.split(bucket.piece_sizes)
             for p, part in zip(bucket.parameters, parts):
                 if is_counted(p, self.cut_groups, pipeline_group, bucket.place.across):
                     counted.append(part)
-        total = sum_of_squares(counted)
+        norms = torch._foreach_norm(counted, dtype=torch.promote_types(dtype, torch.float32))
+        total = torch.stack(norms).double().square().sum()
         for group in [self.group if self.stage > 0 else None, *self.cut_groups, pipeline_group]:
             if group is not None and dist.get_world_size(group) > 1:
                 dist.all_reduce(total, group=group)
@@ -328,11 +325,10 @@ class ZeRO:
             weights = bucket.gather_full(bucket.master)
             gradients = bucket.gather_full(bucket.gradient_shard) if bucket.trainable else None
             for i, p in enumerate(bucket.parameters):
-                copy = nn.Parameter(bucket.view(i, weights).clone())
+                copies[p] = copy = nn.Parameter(bucket.view(i, weights).clone())
                 copy.__dict__.update(p.__dict__)
                 if bucket.trainable:
                     copy.grad = bucket.view(i, gradients).to(copy, copy=True)
-                copies[p] = copy
         return [(name, copies[p]) for name, p in named]
 
     @property
@@ -347,16 +343,15 @@ class ZeRO:
         begins, so that step() does not. Before that nobody else may read these weights, or write
         the masters."""
         waiting = {p for module in modules for p in module.parameters()}
-        # A weight outside of the modules is read without a wait: step() waits for its bucket
-        late = [bucket for bucket in self.buckets if waiting.issuperset(bucket.parameters)]
-        for bucket in late:
-            bucket.waits_in_forward = True
+        for bucket in self.buckets:
+            # A weight outside of the modules is read without a wait: step() waits for its bucket
+            bucket.waits_in_forward = waiting.issuperset(bucket.parameters)
         for module in modules:
             parameters = set(module.parameters())
-            buckets = [b for b in late if not parameters.isdisjoint(b.parameters)]
-            module.register_forward_pre_hook(lambda *_, own=buckets: wait_for_weights(own))
+            used = [b for b in self.buckets if not parameters.isdisjoint(b.parameters)]
+            module.register_forward_pre_hook(lambda *_, used=used: wait_for_weights(used))
         for module in self.model.modules():
-            module.register_state_dict_pre_hook(lambda *_: wait_for_weights(late))
+            module.register_state_dict_pre_hook(lambda *_: wait_for_weights(self.buckets))
 
     @contextlib.contextmanager
     def around(self, action):
@@ -377,31 +372,25 @@ class ShardedBucket:
     master          (S/N,)  for the optimizer: the shard, or its copy in another dtype or place
     pieces                  the master, cut at the parameters' borders: one a parameter, maybe empty
     gradients       (S,)    of this rank, in `reduce_dtype`; in stage 2 None until one arrives
-    gradient_shard  (S/N,)  this rank's shard of their sum over all ranks
-
-    place: a Place. value(p): p's initial value, on the device to use, in the
-    masters' dtype. Default: p itself. The model may be on the meta device. offload: masters and
-    optimizer states in the host's memory. reduce_each=False: stage 2 reduces in the last backward
-    pass only; it sends less, and holds all gradients until then."""
+    gradient_shard  (S/N,)  this rank's shard of their sum over all ranks"""
 
     keeps_weights = True  # fsdp.py frees them
-    waits_in_forward = False  # for new weights: see ZeRO's gather_before
+    waits_in_forward = False  # for new weights: see ZeRO._gather_before
 
     def __init__(
         self,
         parameters,
-        place,
+        place,  # a Place
         stage,
         microbatches,
-        value=lambda p: p,
-        param_dtype=None,
-        reduce_dtype=None,
-        offload=False,
-        reduce_each=True,
+        value=lambda p: p,  # p's initial value, on the device to use, in the masters' dtype
+        param_dtype=None,  # of weights and backward; None: the masters'
+        reduce_dtype=None,  # in which gradients are summed; None: param_dtype
+        offload=False,  # masters and optimizer states are in the host's memory
+        reduce_each=True,  # stage 2 in each backward pass; False: sends less, holds all gradients
     ):
         self.place, self.group, self.stage = place, place.group, stage
         self.trainable = parameters[0].requires_grad
-        self.on_gloo = dist.get_backend(self.group) == "gloo"
         self.ranks, rank = 1, 0
         if stage > 0:
             self.ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
@@ -438,7 +427,7 @@ class ShardedBucket:
                 piece = piece.unsqueeze(0)  # 2-D, so that weight decay still sees a matrix
             self.pieces.append(nn.Parameter(piece, self.trainable))
         # 3  The gradients
-        self.gradients = self.gradient_shard = self.received = self.gathering = None
+        self.gradients = self.gradient_shard = self.gathering = None
         self.reduce_dtype = reduce_dtype or self.weights.dtype
         if self.trainable and stage < 2:
             self.allocate_gradients()
@@ -480,25 +469,17 @@ class ShardedBucket:
         self.missing = set(range(len(self.parameters)))
 
     def start_reduction(self):
-        """Start to sum the gradients over the ranks: whole in stage 0, else a shard on each."""
+        """Start to sum the gradients over the ranks: whole in stage 0, else a shard on each.
+        Returns a function that waits for the sum."""
         self.allocate_gradients()  # if no parameter of it got a gradient
-        options = {"group": self.group, "async_op": True}
         if dist.get_world_size(self.group) == 1:
-            return None
+            return lambda: None
         if self.stage == 0:
-            return dist.all_reduce(self.gradients, **options)
-        if not self.on_gloo:
-            return reduce_scatter_tensor(self.gradients[self.own_slice], self.gradients, **options)
-        # gloo's own sends twice as much: send each rank its shard, and add up what arrives
-        self.received = torch.empty_like(self.gradients)
-        return dist.all_to_all_single(self.received, self.gradients, **options)
+            return dist.all_reduce(self.gradients, group=self.group, async_op=True).wait
+        return start_shard_sum(self.gradients[self.own_slice], self.gradients, self.group)
 
     def keep_shard(self):
-        """The messages of a reduction have arrived. Stage 2 frees all but this rank's shard."""
-        if self.received is not None:
-            shards = self.received.view(self.ranks, -1)
-            torch.sum(shards, 0, out=self.gradients[self.own_slice])
-            self.received = None
+        """The sum is there. Stage 2 frees all but this rank's shard."""
         if self.stage >= 2:
             self.gradient_shard += self.gradients[self.own_slice]
             self.gradients = None
@@ -535,9 +516,21 @@ def wait_for_weights(buckets):
         bucket.wait_for_weights()
 
 
-def sum_of_squares(tensors):
-    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
-    return torch.stack(torch._foreach_norm(tensors, dtype=dtype)).double().square().sum()
+def start_shard_sum(shard, full, group):
+    """Start to sum all ranks' `full`, each rank's part of it into `shard`. Returns a function that
+    waits for it."""
+    options = {"group": group, "async_op": True}
+    if dist.get_backend(group) != "gloo":
+        return reduce_scatter_tensor(shard, full, **options).wait
+    # gloo's own sends twice as much: send each rank its shard, and add up what arrives
+    received = torch.empty_like(full)
+    work = dist.all_to_all_single(received, full, **options)
+
+    def wait():
+        work.wait()
+        torch.sum(received.view(-1, len(shard)), 0, out=shard)
+
+    return wait
 
 
 def group_parameters(parameters, bucket_bytes, kind_of):
@@ -644,17 +637,18 @@ def check_zero_arguments(zero):
                 raise ValueError("splits need one rank of each replica, at the same place of each")
 
 
-def check_load_state_dict(zero):
-    if any(b.master is not b.shard or not b.keeps_weights for b in zero.buckets):
-        raise RuntimeError(
-            "load_state_dict() after ZeRO(...) would not change the masters, which step() sends:"
-            " load before ZeRO(...), or fill the masters and call update_weights()"
-        )
-
-
-def check_before_zero_step(zero, give_up):
-    if zero.last_call == "backward" and not give_up:
+def check_zero_call(zero, call):
+    if call == "finish" and zero.backward_running:
+        advice = "call zero_grad(give_up=True) on all ranks"
+        raise RuntimeError(f"an exception ended a backward pass: {advice}")
+    if call == "step" and zero.last_call == "zero_grad":
+        advice = "a rank that ran no backward pass calls finish() before"
+        raise RuntimeError(f"step() after zero_grad(): all gradients are zero; {advice}")
+    if call == "zero_grad" and zero.last_call == "backward":
         raise RuntimeError("there was no finish(): call it, or zero_grad(give_up=True)")
+
+
+def check_zero_parameters(zero):
     storages = {bucket.weights.untyped_storage()._cdata for bucket in zero.buckets}
     for name, p in zero.model.named_parameters():
         if p.untyped_storage()._cdata not in storages:
@@ -662,6 +656,14 @@ def check_before_zero_step(zero, give_up):
                 f"parameter {name!r} is no longer the one that ZeRO put there: convert, move"
                 " and tie it before ZeRO(model, ...), and make one ZeRO per model"
             )
+
+
+def check_load_state_dict(zero):
+    if any(b.master is not b.shard or not b.keeps_weights for b in zero.buckets):
+        raise RuntimeError(
+            "load_state_dict() after ZeRO(...) would not change the masters, which step() sends:"
+            " load before ZeRO(...), or fill the masters and call update_weights()"
+        )
 
 
 def check_zero_gradient(zero, bucket):
