@@ -136,8 +136,7 @@ class Unit:
 
     def __init__(self, fsdp, module, scope):
         check_unit(module)
-        self.fsdp, self.scope, self.buckets = fsdp, scope, []
-        self.parameters = set(module.parameters())  # until they are in buckets
+        self.fsdp, self.module, self.scope, self.buckets = fsdp, module, scope, []
         self.previous = self.next_unit = None  # its neighbours in the order of forward
         module.register_forward_pre_hook(self.before_forward)
         module.register_forward_hook(self.after_forward, with_kwargs=True)
@@ -172,12 +171,10 @@ class Unit:
             if t.requires_grad and id(t) not in unchanged:
                 t.register_hook(self.before_backward)
                 backward_comes = True
-        if not backward_comes:
-            self.release()
-        elif self.fsdp.reshard and self.next_unit is None:
+        if backward_comes and self.fsdp.reshard and self.next_unit is None:
             # Keep the last unit, whose backward is likely to be next. If not, enter() frees it
             self.fsdp.gathered_ahead = self
-        elif self.fsdp.reshard:
+        elif self.fsdp.reshard or not backward_comes:
             self.release()
 
     def before_backward(self, gradient):
@@ -206,17 +203,21 @@ class FSDP(ZeRO):
             fsdp.clip(fsdp.grad_norm(), 1.0)           # clip_grad_norm_ finds no p.grad
             fsdp.step()                                # a scheduler goes on fsdp.optimizer
 
-    units: modules, in the order of forward, of one scope; default: default_units(model). A unit's
-    parameters have memory inside its forward only: reading them elsewhere crashes the process by a
-    segmentation fault (gather_full has copies). Parameters outside of all units: each rank has the
-    whole weights, and shards of gradients and optimizer states. reshard=False (--keep-gathered): a
-    unit's weights stay from its forward until its backward; a third less is sent. The other options
-    are ZeRO's (docs/use/two-techniques.md)."""
+    A unit's parameters have memory inside its forward only: reading them elsewhere crashes the
+    process by a segmentation fault (gather_full has copies). Parameters outside of all units: each
+    rank has the whole weights, and shards of gradients and optimizer states."""
 
     valid_stages = (3,)
 
     def __init__(
-        self, model, group, make_optimizer, microbatches=1, units=None, reshard=True, **options
+        self,
+        model,
+        group,
+        make_optimizer,
+        microbatches=1,
+        units=None,  # modules, in the order of forward, of one scope; None: default_units(model)
+        reshard=True,  # False: weights stay from forward until backward; a third less is sent
+        **options,  # of ZeRO and ShardedBucket
     ):
         self.reshard = reshard
         self.in_backward = None  # the unit whose backward is running
@@ -231,16 +232,14 @@ class FSDP(ZeRO):
             self.units += of_scope
         options["bucket_bytes"] = float("inf")  # a unit is one bucket
         super().__init__(model, group, 3, make_optimizer, microbatches, **options)
-        for unit in self.units:
-            del unit.parameters  # the views have replaced them
         for module in model.modules():
             module.register_state_dict_pre_hook(check_state_dict)
 
     def find_places(self):
         places = super().find_places()
-        for p, place in places.items():
-            units = tuple(unit for unit in self.units if p in unit.parameters)
-            places[p] = place._replace(units=units)  # a tied matrix has two
+        for unit in self.units:
+            for p in unit.module.parameters():  # a tied matrix has two units
+                places[p] = places[p]._replace(units=(*places[p].units, unit))
         return places
 
     def make_bucket(self, parameters, place, **options):

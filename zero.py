@@ -219,15 +219,16 @@ class ZeRO:
         zero_grad() it steps with the same gradients, as torch's optimizers do."""
         check_zero_call(self, "step")
         self.finish()
-        for bucket in self.trainable:
+        for bucket in self.trainable:  # with offload beside a GPU; else it is one tensor
             bucket.staged_gradient.copy_(bucket.gradient_shard, non_blocking=True)
         if any(bucket.staged_gradient is not bucket.gradient_shard for bucket in self.trainable):
-            torch.cuda.synchronize()  # offload: all copies have arrived
+            torch.cuda.synchronize()  # all copies have arrived
         for bucket in self.trainable:
             gradient = bucket.staged_gradient.to(bucket.master)  # a copy only to another dtype
             for piece, part in zip(bucket.pieces, gradient.split(bucket.piece_sizes)):
                 piece.grad = part.view(piece.shape)
-        wait_for_weights(self.buckets)  # a module that did not run has not: its shard is still read
+        # Gathers of the step before may still read the shards, if no forward has waited for them
+        wait_for_weights(self.buckets)
         self.optimizer.step()  # once for all buckets: some optimizers count their steps
         self.optimizer.zero_grad()
         self.update_weights(self.trainable)
@@ -235,7 +236,7 @@ class ZeRO:
     def update_weights(self, buckets=None):
         """The masters have new values, by a step or from a checkpoint: bring them to all ranks."""
         for bucket in reversed(buckets or self.buckets):  # forward needs the last bucket first
-            bucket.wait_for_weights()  # of the step before, if there was no forward since
+            bucket.wait_for_weights()
             bucket.start_update()
         wait_for_weights(b for b in self.buckets if not b.waits_in_forward)
 
