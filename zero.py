@@ -133,8 +133,7 @@ class ZeRO:
         self.queue = []  # buckets that wait for gradients of the running backward pass
         self.reductions = []  # (bucket, wait) of those on their way
         self.replica_sums = []  # the same over the replicas of HSDP: works
-        self.backward_running = False  # still true after an exception
-        self.last_call = None  # "zero_grad", "backward" or "finish"
+        self.last_call = None  # "zero_grad", "unfinished backward", "backward" or "finish"
         self.cut_groups = find_cut_groups(model.parameters(), group if stage > 0 else None)
         # 1  The parameters are dealt out to buckets, and become views of them
         self.buckets, view_of, places = [], {}, self.find_places()
@@ -177,13 +176,13 @@ class ZeRO:
 
     def zero_grad(self, give_up=False):
         """Start a step. After an exception on any rank all ranks call it with give_up=True."""
-        # By itself if its own backward raised: other ranks may already wait in finish()
-        give_up = give_up or self.backward_running
+        # By itself if an exception ended its own backward: other ranks may wait in finish()
+        give_up = give_up or self.last_call == "unfinished backward"
         check_zero_call(self, "give up" if give_up else "zero_grad")
         check_zero_parameters(self)
         if give_up and self.last_call != "finish":
             self._reduce_all(given_up=True)
-        self.backward_running, self.last_call = False, "zero_grad"
+        self.last_call = "zero_grad"
         for bucket in self.trainable:
             bucket.zero_grad()
 
@@ -191,8 +190,8 @@ class ZeRO:
         """The hook of each parameter: move its gradient into the bucket. p.grad stays None, or
         somebody would take one rank's gradient for the sum."""
         gradient, p.grad = p.grad, None
-        if not self.backward_running:  # the first gradient of a backward pass
-            self.backward_running, self.last_call = True, "backward"
+        if self.last_call != "unfinished backward":  # the first gradient of a backward pass
+            self.last_call = "unfinished backward"
             self.queue = self._new_queue()
             # Called when backward is over, but not if an exception ends it
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
@@ -202,7 +201,7 @@ class ZeRO:
 
     def _backward_ends(self):
         self._reduce_full(also=list(self.queue))  # a parameter may have got no gradient
-        self.backward_running, self.queue = False, []
+        self.last_call, self.queue = "backward", []
         if self.stage >= 2:
             self._wait()
 
@@ -639,7 +638,7 @@ def check_zero_arguments(zero):
 
 
 def check_zero_call(zero, call):
-    if call == "finish" and zero.backward_running:
+    if call == "finish" and zero.last_call == "unfinished backward":
         advice = "call zero_grad(give_up=True) on all ranks"
         raise RuntimeError(f"an exception ended a backward pass: {advice}")
     if call == "step" and zero.last_call == "zero_grad":
