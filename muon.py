@@ -11,10 +11,11 @@ directions move alike. The steps need whole matrices, not zero.py's shards: each
 Split     The layers' matrices, by the FLOPs of their iteration, largest first. All other parameters
           take AdamW, which works on any piece: each rank owns 1/N of each.
 Sent      2 r P e bytes on average, r = (N-1)/N, for P parameters of e bytes on N ranks: as ZeRO-1.
-          A matrix is one reduce to its owner and one broadcast; what has N owners is N of each.
+          One reduce takes a matrix's gradient to its owner, one broadcast brings the new matrix to
+          all. What has N owners takes N of each.
 Held      Weights and gradients whole, and 1/N of the states: one number per element of a matrix.
 Computed  20 m m n + 10 m m m FLOPs for a matrix of m x n, m <= n, once a step, on one rank.
-Backward  The model's own. A matrix's sum starts once its gradient is there; only its owner gets it.
+Backward  The model's own. A matrix is reduced as soon as its gradient is there.
 Use       For the layers of a language model: a lower loss than AdamW's after as many tokens.
 Limits    One rank iterates on a matrix, so more ranks than matrices are no faster. The ranks of
           tensor parallelism gather a matrix that they share, and all of them iterate on it.
@@ -37,19 +38,16 @@ import torch.nn as nn
 
 
 def orthogonalize(matrix, dtype=None):
-    """About U V^T of a matrix U S V^T (rows, columns), or of each one of a stack (..., rows,
-    columns). dtype: to compute in, by default the matrix's.
+    """About U V^T of a matrix U S V^T, or of each one of a stack (..., rows, columns). dtype: to
+    compute in, by default the matrix's.
 
     Five Newton-Schulz steps. Each maps a singular value s to a s + b s^3 + c s^5. With Jordan's
-    factors small values grow fast: all above 0.002 end between 0.68 and 1.21. That is near enough
-    to 1."""
+    factors small values grow fast: all above 0.002 end between 0.68 and 1.21, near enough to 1."""
     a, b, c = 3.4445, -4.7750, 2.0315
     if matrix.shape[-2] > matrix.shape[-1]:
         return orthogonalize(matrix.mT, dtype).mT  # products of the shorter side are cheaper
-    x = matrix.to(dtype or matrix.dtype)  # (..., m, n) with m <= n
-    norm_dtype = torch.promote_types(x.dtype, torch.float32)  # a norm may overflow float16
-    norm = torch.linalg.matrix_norm(x, keepdim=True, dtype=norm_dtype).clamp(min=1e-7)
-    x = (x / norm).to(x.dtype)  # now no s is above 1
+    norm = torch.linalg.matrix_norm(matrix, keepdim=True).clamp(min=1e-7)
+    x = (matrix / norm).to(dtype or matrix.dtype)  # (..., m, n) with m <= n; no s is above 1
     for _ in range(5):
         gram = x @ x.mT  # (..., m, m)
         x = a * x + (b * gram + c * gram @ gram) @ x
@@ -71,29 +69,29 @@ class PlainMuon(torch.optim.Optimizer):
         super().__init__(matrices, defaults)
 
     @torch.no_grad()
-    def step(self, only=None):
-        """only: the matrices that this rank owns, if it does not own all."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None and (only is None or p in only):
-                    self.update(p, group)
+    def step(self):
+        for settings in self.param_groups:
+            for p in settings["params"]:
+                if p.grad is not None:
+                    self.step_on(p, **settings)
 
-    def update(self, p, group):
-        lr, momentum, state = group["lr"], group["momentum"], self.state[p]
+    @torch.no_grad()
+    def step_on(self, p, lr, weight_decay, momentum, dtype, **_):
+        state = self.state[p]
         if not state:
             state["average"] = torch.zeros_like(p)
         state["average"].lerp_(p.grad, 1 - momentum)
         direction = p.grad.lerp(state["average"], momentum)  # Nesterov: the newest counts more
-        p.mul_(1 - lr * group["weight_decay"])
-        p.sub_(lr * self.scaled(direction, p, group["dtype"]))
+        p.mul_(1 - lr * weight_decay)
+        p.sub_(lr * self.orthogonal(direction, p, dtype))
 
-    def scaled(self, direction, p, dtype):
+    def orthogonal(self, direction, p, dtype):
         """The orthogonalised direction, with a root mean square of 0.2."""
         rows = getattr(p, "matrix_rows", direction.shape[-2])
         matrices = direction.reshape(-1, rows, direction.shape[-1])
         # U V^T has the root mean square 1 / sqrt(longer side)
         scale = 0.2 * max(matrices.shape[-2:]) ** 0.5
-        return scale * orthogonalize(matrices, dtype).reshape(direction.shape)
+        return scale * orthogonalize(matrices, dtype).view(direction.shape)
 
 
 # --- data parallelism in its plainest form: each matrix has one owner, which steps for all
@@ -106,12 +104,13 @@ def step_by_owner(plain_muon, group):
     Clip nothing before it: gradients here are one rank's. For clipping take Muon, below."""
     matrices = [p for settings in plain_muon.param_groups for p in settings["params"]]
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    owners = {p: i % ranks for i, p in enumerate(matrices)}
-    for p in matrices:
-        dist.reduce(p.grad, group=group, group_dst=owners[p])  # the sum, on its owner alone
-    plain_muon.step(only={p for p in matrices if owners[p] == rank})
-    for p in matrices:
-        dist.broadcast(p.data, group=group, group_src=owners[p])
+    for i, p in enumerate(matrices):
+        dist.reduce(p.grad, group=group, group_dst=i % ranks)  # the sum, on its owner alone
+        if i % ranks != rank:
+            p.grad = None  # somebody else's
+    plain_muon.step()
+    for i, p in enumerate(matrices):
+        dist.broadcast(p.data, group=group, group_src=i % ranks)
 
 
 # --- the same in full: reductions hide behind backward, broadcasts behind the owners' iterations
@@ -132,51 +131,51 @@ class Muon:
 
     p.grad is the sum of all ranks' on p's owner only. To read it elsewhere call gather_full().
     Before: all ranks have equal weights, on one device, tied and frozen in their final form.
-    microbatches: the backward passes of a step. Matrices have weight decay, the embedding too. All
-    settings of the optimizers are in the param_groups of muon.muon and muon.adamw. Momentum and
-    decay move a parameter without a gradient, too. scopes: of a pipeline, {stage: module}. more:
-    momentum and dtype of PlainMuon."""
+    microbatches: the backward passes of a step. The embedding has weight decay too, vectors have
+    none. muon.muon and muon.adamw are the optimizers of what this rank owns: settings are in their
+    param_groups. Momentum and decay move a parameter without a gradient, too. scopes: of a
+    pipeline, {stage: module}. more: momentum and dtype of PlainMuon."""
 
     def __init__(
         self, model, group, matrices, lr=1e-3, weight_decay=0.1, microbatches=1, scopes=None, **more
     ):
         self.model, self.group = model, group
-        matrices = list(matrices)
+        matrices = set(matrices)
         check_matrices(matrices, model)
-        matrices = [p for p in matrices if p.requires_grad]  # none, if all of a stage are frozen
         trained = [p for p in model.parameters() if p.requires_grad]
-        owners = deal_to_owners(matrices, group)
+        owners = deal_to_owners([p for p in trained if p in matrices], group)
 
-        # Each matrix has a bucket of its own. Vectors are small, so they share one; several if they
-        # differ in kind. In the order of backward, which completes the vectors last
-        vectors = {}  # {kind: vectors}
-        for p in trained:
-            if p.dim() <= 1:
-                vectors.setdefault((p.dtype, p.device, place_of(p, group)), []).append(p)
-        lists = [[p] for p in reversed(trained) if p.dim() > 1] + [*vectors.values()]
-        # A tied matrix gets a gradient from each stage that uses it
+        # 1  Each matrix has a bucket, in the order of backward. Vectors are small: those of one
+        #    kind share a bucket, which stands where backward completes it
+        kinds = {}
+        for p in reversed(trained):
+            kind = p if p.dim() > 1 else (p.dtype, p.device, place_of(p, group))
+            kinds[kind] = [*kinds.pop(kind, []), p]
+        self.buckets = [OwnedBucket(found, owners.get(found[0]), group) for found in kinds.values()]
+
+        # 2  Hooks count the gradients. A tied matrix gets one from each stage that uses it
         modules = scopes.values() if scopes else [model]
         uses = Counter(p for module in modules for p in module.parameters())
-        self.buckets = []
-        decayed, not_decayed = [], []  # what AdamW steps on
-        for parameters in lists:
-            first = parameters[0]
-            bucket = OwnedBucket(parameters, owners.get(first), group)
-            bucket.grads_per_step = microbatches * sum(uses[p] for p in parameters)
-            for p in parameters:
+        for bucket in self.buckets:
+            bucket.grads_per_step = microbatches * sum(uses[p] for p in bucket.parameters)
+            for p in bucket.parameters:
                 p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket))
+
+        # 3  The optimizers step on what this rank owns
+        owned, groups = [], []
+        for bucket in self.buckets:
             if bucket.owner is None:
-                (decayed if first.dim() > 1 else not_decayed).extend(bucket.pieces)
-            self.buckets.append(bucket)
-        self.muon = ShardedMuon([{"params": matrices}], lr, weight_decay, **more)
-        groups = [{"params": decayed}, {"params": not_decayed, "weight_decay": 0.0}]
-        options = dict(betas=(0.9, 0.95), weight_decay=weight_decay, fused=True)
-        self.adamw = torch.optim.AdamW(groups, lr, **options)
+                decay = weight_decay if bucket.parameters[0].dim() > 1 else 0.0
+                groups.append({"params": bucket.pieces, "weight_decay": decay})
+            elif bucket.owner == bucket.rank:
+                owned += bucket.parameters
+        self.muon = ShardedMuon([{"params": owned}], lr, weight_decay, **more)
+        self.adamw = torch.optim.AdamW(groups or [{"params": []}], lr, (0.9, 0.95), fused=True)
         self.optimizers = self.muon, self.adamw
-        self.addresses = {p: p.data_ptr() for p in trained}
+
+        self.addresses = addresses_of(model)  # a mistake would change them
         self.works = []  # messages on their way
-        self.started = 0  # how many buckets are on their way, or reduced
-        self.last_call = None  # "zero_grad", "backward" or "finish"
+        self.finished = True  # whether the gradients are summed
         self.zero_grad()
 
     @property
@@ -191,30 +190,25 @@ class Muon:
     # finish()     Reduces what backward has not, and waits for all.
     # step()       AdamW on this rank's pieces, Muon on its matrices. Each is sent once it is done.
 
-    def zero_grad(self, give_up=False):
-        """Start a step. After an exception on any rank all ranks call it with give_up=True."""
-        if give_up:
-            for bucket in self.buckets[self.started :]:
-                bucket.gradients.fill_(torch.nan)  # incomplete: nobody may train on it
-            self.finish()
+    def zero_grad(self):
+        """Start a step. After an exception on any rank all ranks call finish() before."""
         check_before_zero_grad(self)
-        self.last_call = "zero_grad"
-        self.started = 0
+        self.finished = False
+        self.started = 0  # how many buckets are on their way, or reduced
         for bucket in self.buckets:
             bucket.gradients.zero_()
             bucket.grads_left = bucket.grads_per_step
 
     def _arrived(self, bucket, p):  # autograd has added to p.grad
-        check_muon_gradient(self, bucket, p)
-        self.last_call = "backward"
+        check_grads_left(bucket)
         bucket.grads_left -= 1
         self._start_full_buckets()
 
-    def _start_full_buckets(self, rest=False):
+    def _start_full_buckets(self):
         # In the same order on all ranks: swapped reductions would add up the wrong buckets,
         # silently. So a bucket that is full early waits for those before it
         for bucket in self.buckets[self.started :]:
-            if bucket.grads_left > 0 and not rest:
+            if bucket.grads_left > 0:
                 break
             self.works += bucket.sum_on_owners()
             self.started += 1
@@ -222,23 +216,25 @@ class Muon:
     def finish(self):
         """After the last backward of a step: each gradient is complete, on its owner. grad_norm(),
         step() and gather_full() call it, too."""
-        if self.last_call == "finish":
+        if self.finished:
             return
-        self._start_full_buckets(rest=True)
+        check_addresses(self)
+        for bucket in self.buckets:
+            bucket.grads_left = 0  # no rank's backward brings more
+        self._start_full_buckets()
         self._wait()
         for bucket in self.buckets:
-            for group in bucket.partial:  # of another technique
-                if len(bucket.own_gradient):
-                    dist.all_reduce(bucket.own_gradient, group=group)
-        self.last_call = "finish"
+            bucket.sum_partial()
+        self.finished = True
 
     def step(self):
         """Step on what this rank owns, and send the new weights to all."""
         self.finish()
         self.adamw.step()
+        [settings] = self.muon.param_groups
         for bucket in self.buckets:
-            if bucket.owner == dist.get_rank(bucket.group):
-                self.muon.step(only={*bucket.parameters})
+            if bucket.owner == bucket.rank:
+                self.muon.step_on(bucket.parameters[0], **settings)
             self.works += bucket.send_from_owners(bucket.weights)  # while the next ones iterate
         self._wait()
 
@@ -256,11 +252,7 @@ class Muon:
         total = torch.zeros((), dtype=torch.float64, device=self.buckets[0].weights.device)
         cut_groups = dict.fromkeys(group for bucket in self.buckets for group in bucket.cut_groups)
         for bucket in self.buckets:
-            # Of ranks that own the same part of a parameter only the first counts it
-            replicated_over = [group for group in cut_groups if group not in bucket.cut_groups]
-            if pipeline_group is not None:  # two stages may have one matrix
-                replicated_over += [g for g in bucket.partial if is_within(g, pipeline_group)]
-            if all(dist.get_rank(group) == 0 for group in replicated_over):
+            if is_counted_here(bucket, cut_groups, pipeline_group):
                 norm = torch.linalg.vector_norm(bucket.own_gradient, dtype=torch.float64)
                 total += norm.square()
         for group in [self.group, *cut_groups, pipeline_group]:
@@ -327,14 +319,14 @@ class OwnedBucket:
         self.parameters, self.owner = parameters, owner
         # The ranks that share them: `group`, but where another technique says otherwise
         self.group, self.partial, self.cut_groups = place_of(parameters[0], group)
+        self.rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.weights = torch.cat([p.detach().flatten() for p in parameters])
         self.gradients = torch.zeros_like(self.weights)
-        rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         size = len(self.weights)
         owners = range(min(ranks, size)) if owner is None else [owner]  # each owns something
         ends = [size * i // len(owners) for i in range(len(owners) + 1)]
         self.owned = {r: slice(start, end) for r, start, end in zip(owners, ends, ends[1:])}
-        self.own_slice = self.owned.get(rank, slice(0, 0))
+        self.own_slice = self.owned.get(self.rank, slice(0, 0))
         self.own_gradient = self.gradients[self.own_slice]
         self.slices, self.pieces = [], []
         end = 0
@@ -343,11 +335,11 @@ class OwnedBucket:
             p.data = self.weights[start:end].view_as(p)
             p.grad = self.gradients[start:end].view_as(p)
             piece = p
-            if owner != rank:  # what of p is in `own`: with another owner nothing
-                piece_start = max(start, self.own_slice.start)
-                piece_end = max(min(end, self.own_slice.stop), piece_start)
-                piece = nn.Parameter(self.weights[piece_start:piece_end])
-                piece.grad = self.gradients[piece_start:piece_end]
+            if owner != self.rank:  # the part of p in own_slice; of another owner's matrix nothing
+                first = max(start, self.own_slice.start)
+                last = max(min(end, self.own_slice.stop), first)
+                piece = nn.Parameter(self.weights[first:last])
+                piece.grad = self.gradients[first:last]
             self.slices.append(slice(start, end))
             self.pieces.append(piece)
 
@@ -365,49 +357,48 @@ class OwnedBucket:
             for owner, part in self.owned.items()
         ]
 
+    def sum_partial(self):
+        for group in self.partial:  # of another technique
+            if len(self.own_gradient):
+                dist.all_reduce(self.own_gradient, group=group)
+
 
 # --- together with another kind of parallelism (docs/use/two-techniques.md)
 
 
 class ShardedMuon(PlainMuon):
     """PlainMuon for shards of matrices. All ranks that share a matrix gather the direction, iterate
-    on the whole, and keep their part. A stack that is cut between its matrices needs none of it.
+    on the whole, and keep their part."""
 
-    found_inf, as in torch's fused optimizers: a tensor, 1.0 if a step must change nothing."""
+    found_inf = None  # as in torch's fused optimizers: a tensor, 1 if a step must change nothing
 
-    found_inf = None
-
-    def update(self, p, group):
+    def step_on(self, p, lr, **settings):
         if self.found_inf is not None:
             average = self.state[p].get("average", 0.0)  # as gradient it stays as it is
             p.grad.copy_(torch.where(self.found_inf > 0, average, p.grad))
-            group = group | {"lr": group["lr"] * (1 - self.found_inf.double())}
-        super().update(p, group)
+            lr = lr * (1 - self.found_inf.double())
+        super().step_on(p, lr, **settings)
 
-    def scaled(self, direction, p, dtype):
-        cuts = cuts_within(p)
+    def orthogonal(self, direction, p, dtype):
+        cuts = self.cuts_within(p)
         if not cuts:
-            return super().scaled(direction, p, dtype)
-        [(dim, (group, start, length))] = cuts  # one: check_matrices
+            return super().orthogonal(direction, p, dtype)
+        [(dim, (group, start, length))] = cuts  # in one dimension only
         shards = [torch.empty_like(direction) for _ in range(dist.get_world_size(group))]
         dist.all_gather(shards, direction, group=group)
         # Without the zeros that pad the last shards: the scale is the whole matrix's
         whole = torch.cat(shards, dim).narrow(dim, 0, p.placement["shape"][dim])
-        update = super().scaled(whole, p, dtype).narrow(dim, start, length)
+        update = super().orthogonal(whole, p, dtype).narrow(dim, start, length)
         padded = torch.zeros_like(p)
         padded.narrow(dim, 0, length).copy_(update)
         return padded
 
-
-def cuts_within(p):
-    """[(dimension, cut)] of the cuts that leave a rank a part of a matrix. dimension None: each
-    rank has other matrices, such as experts that are modules."""
-    first = 1 if hasattr(p, "matrix_rows") else p.dim() - 2
-    found = []
-    for dim, cut in placed(p, "cuts", {}).items():
-        if dim is not None and dim >= first and dist.get_world_size(cut[0]) > 1:
-            found.append((dim, cut))
-    return found
+    def cuts_within(self, p):
+        """[(dimension, cut)] of p's cuts that go through a matrix. Others leave whole ones on each
+        rank: heads, or experts of a stack. Dimension None: experts that are modules."""
+        first = 1 if hasattr(p, "matrix_rows") else p.dim() - 2
+        cuts = placed(p, "cuts", {}).items()
+        return [(dim, cut) for dim, cut in cuts if dim is not None and dim >= first]
 
 
 def place_of(p, group):
@@ -416,6 +407,14 @@ def place_of(p, group):
     anyway."""
     cut_groups = [g for g, _, _ in placed(p, "cuts", {}).values() if not is_within(g, group)]
     return placed(p, "data", group), tuple(placed(p, "partial", ())), tuple(cut_groups)
+
+
+def is_counted_here(bucket, cut_groups, pipeline_group):
+    """Whether the norm counts this rank's gradient. Of ranks that have the same the first does."""
+    replicated_over = [group for group in cut_groups if group not in bucket.cut_groups]
+    if pipeline_group is not None:  # two stages may have one matrix
+        replicated_over += [g for g in bucket.partial if is_within(g, pipeline_group)]
+    return all(dist.get_rank(group) == 0 for group in replicated_over)
 
 
 # The next two are as in zero.py
@@ -436,47 +435,38 @@ def is_within(inner, outer):
 def check_matrices(matrices, model):
     if not matrices:
         raise ValueError("no matrices: an iterator used up, or a model for AdamW alone")
-    if len(set(matrices)) < len(matrices):
-        raise ValueError("a matrix is listed twice: it would step twice")
     parameters = set(model.parameters())
     for p in matrices:
-        shape = tuple(p.shape)
-        if p.dim() not in (2, 3):
-            raise ValueError(f"{shape} is no matrix, nor a stack of them: leave it to AdamW")
-        if p not in parameters:
-            raise ValueError(f"a matrix {shape} is no parameter of the model: it would not train")
-        if len(cuts_within(p)) > 1:
-            raise ValueError("a matrix is cut in both dimensions: cut it in one, or take AdamW")
+        if p not in parameters or p.dim() not in (2, 3):
+            raise ValueError(f"{tuple(p.shape)} is no matrix of the model, nor a stack of them")
+
+
+def check_grads_left(bucket):
+    if bucket.grads_left == 0:
+        raise RuntimeError(
+            "more backward passes than microbatches= says, or a backward after finish(), which"
+            " grad_norm() and step() call: its gradient would not be summed"
+        )
 
 
 def check_before_zero_grad(muon):
-    if muon.last_call == "backward":
-        raise RuntimeError("there was no finish(): call it, or zero_grad(give_up=True)")
-    trained = (p for p in muon.model.parameters() if p.requires_grad)
-    if {p: p.data_ptr() for p in trained} != muon.addresses:
+    if not muon.finished and any(b.grads_left < b.grads_per_step for b in muon.buckets):
+        raise RuntimeError("there was no finish(): gradients would be lost")
+    check_addresses(muon)
+
+
+def check_addresses(muon):
+    if addresses_of(muon.model) != muon.addresses:
         raise RuntimeError(
-            "a parameter was replaced, moved, cast, frozen or unfrozen: do that before Muon(...)"
+            "p.grad was replaced: call Muon's zero_grad(), not the model's. Or a parameter was"
+            " replaced, moved, cast, frozen or unfrozen: do that before Muon(...)"
         )
 
 
-def check_muon_gradient(muon, bucket, p):
-    if muon.last_call == "finish":
-        raise RuntimeError(
-            "backward after finish(), which grad_norm() and step() call: its gradient would not be"
-            " summed. Call zero_grad() first, and grad_norm() after the last backward"
-        )
-    if bucket.grads_left == 0:
-        raise RuntimeError("more backward passes than microbatches= says")
-    if p.grad.untyped_storage()._cdata != bucket.gradients.untyped_storage()._cdata:
-        raise RuntimeError("p.grad was replaced: call Muon's zero_grad(), not the model's")
-
-
-# --- for model.py's GPT ---
-
-
-def layer_matrices(model):
-    """The matrices of its layers: those that Muon steps on."""
-    return [p for name, p in model.named() if name.startswith("blocks.") and p.dim() > 1]
+def addresses_of(model):
+    """{parameter: where its weights are, and its gradient}"""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return {p: (p.data_ptr(), p.grad is not None and p.grad.data_ptr()) for p in trained}
 
 
 # --- demo ---
@@ -500,9 +490,9 @@ def demo(run):
     run.groups(dp=group)
     model = run.fill(run.meta_model())  # the same seed everywhere: the replicas start equal
     options = dict(lr=args.lr, weight_decay=args.weight_decay, microbatches=args.microbatches)
-    muon = Muon(model, group, layer_matrices(model), **options)
+    muon = Muon(model, group, receipts.muon.matrices_of(model), **options)
     # What the same run on one process steps with
-    run.make_optimizer = receipts.muon.one_process(PlainMuon, layer_matrices)
+    run.make_optimizer = receipts.muon.one_process(PlainMuon)
 
     for step in run.steps(muon):
         muon.zero_grad()

@@ -180,10 +180,10 @@ def data_parallel(run, model, groups):
     if args.optimizer == "muon":
         run.fill(model, draw)
         # The one process of --prove takes its steps with this one
-        run.make_optimizer = receipts.muon.one_process(muon.PlainMuon, muon.layer_matrices)
+        run.make_optimizer = receipts.muon.one_process(muon.PlainMuon)
         options = dict(lr=args.lr, weight_decay=args.weight_decay)
         options |= dict(microbatches=args.microbatches, scopes=scopes)
-        return muon.Muon(model, dp, muon.layer_matrices(model), **options)
+        return muon.Muon(model, dp, receipts.muon.matrices_of(model), **options)
 
     # ZeRO keeps masters, the weights in --dtype: mixed precision takes it, even at stage 0
     one_dtype = args.dtype == args.param_dtype == args.reduce_dtype
@@ -394,7 +394,7 @@ def train(run, schedule=None):
     sampling.show(runner)
     code = 0
     if first < args.steps:  # without a step there is no receipt
-        predicted = receipts.train.of_run(runner, muon.cuts_within)
+        predicted = receipts.train.of_run(runner)
         code = run.receipt(*averaging.expected(*predicted))
     return code if exported else 1
 

@@ -20,8 +20,8 @@ class Owned(NamedTuple):
     gathered: dict
 
 
-def owned_by(muon, groups, cuts_within):
-    """Of a Muon. groups: {name: process group}. cuts_within: muon.py's."""
+def owned_by(muon, groups):
+    """Of a Muon. groups: {name: process group}."""
     names = {group: name for name, group in groups.items() if isinstance(group, dist.ProcessGroup)}
     matrices = others = 0
     partial, gathered = {}, {}
@@ -34,7 +34,7 @@ def owned_by(muon, groups, cuts_within):
         for group in bucket.partial:
             partial[names[group]] = partial.get(names[group], 0) + size
         for p in bucket.parameters if bucket.owner is not None and size else ():
-            for _, (group, _, _) in cuts_within(p):
+            for _, (group, _, _) in muon.muon.cuts_within(p):
                 gathered[names[group]] = gathered.get(names[group], 0) + p.numel()
     return Owned(matrices, others, partial, gathered)
 
@@ -68,7 +68,7 @@ def of_demo(run, muon, early):
     """(layout, sent, held, notes) of the demo's receipt. early: how many of the buckets started
     during backward."""
     sizes, group = sizes_of(run.args, run.config, run.world), Group("dp", run.world)
-    table = expected(sizes, {"dp": group}, owned_by(muon, {}, lambda p: []))
+    table = expected(sizes, {"dp": group}, owned_by(muon, {}))
     text = f"{early} of {len(muon.buckets)} buckets started during backward"
     # Backward fills all of them, but for an expert's without tokens
     notes = [Count(text, early, None if run.config.experts else len(muon.buckets))]
@@ -94,9 +94,14 @@ class Optimizers:
             each.step()
 
 
-def one_process(muon, matrices_of):
-    """A function of a whole model and the flags that makes its optimizer: `muon` for
-    matrices_of(model), AdamW for the rest."""
+def matrices_of(model):
+    """The matrices of its layers: those that Muon steps on."""
+    return [p for name, p in model.named() if name.startswith("blocks.") and p.dim() > 1]
+
+
+def one_process(muon):
+    """A function of a whole model and the flags that makes its optimizer: `muon` for the layers'
+    matrices, AdamW for the rest."""
 
     def make(model, args):
         matrices = matrices_of(model)

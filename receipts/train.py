@@ -42,8 +42,8 @@ class ExpertRows(expert_parallel.RowCounter):
             self.waits, self.switches = self.turns.waits - waits, self.turns.switches - switches
 
 
-def of_run(runner, cuts_within):
-    """(layout, sent, held, notes) of this rank. runner: train.py's. cuts_within: muon.py's."""
+def of_run(runner):
+    """(layout, sent, held, notes) of this rank. runner: train.py's."""
     run, schedule, groups = runner.run, runner.schedule, runner.groups
     args, config, notes = run.args, run.config, []
     if args.zero == 3:
@@ -81,7 +81,7 @@ def of_run(runner, cuts_within):
     tied = None if uses_zero else groups.get("tied")
     tables.append(pipeline.expected(sizes, groups["pp"], messages, tied))
     if args.optimizer == "muon":
-        owned = muon.owned_by(runner.optimizer, runner.groups, cuts_within)
+        owned = muon.owned_by(runner.optimizer, runner.groups)
         tables.append(muon.expected(sizes, groups, owned))
     elif uses_zero:
         tables.append(of_zero(args, sizes, schedule[rank], groups, scatter))

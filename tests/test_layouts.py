@@ -20,7 +20,7 @@ import model as gpt
 import proof
 import train
 from harness import data, initialize
-from muon import PlainMuon, layer_matrices
+from muon import PlainMuon
 from receipts.muon import one_process
 
 # 3 layers do not divide by 2 stages (without stages 2 are enough), 5 (DEEP) not by 2, 3 or 4; 257
@@ -170,7 +170,7 @@ def reference(text):
         kind = {
             "adamw": lambda g: torch.optim.AdamW(g, lr=args.lr, betas=(0.9, 0.95)),
             "sgd": lambda g: torch.optim.SGD(g, lr=args.lr),
-            "muon": lambda _: one_process(PlainMuon, layer_matrices)(model, args),
+            "muon": lambda _: one_process(PlainMuon)(model, args),
         }
         optimizer, pairs = kind[args.optimizer](groups), []
         for step in range(args.steps):

@@ -29,8 +29,6 @@ def test_the_iteration_is_a_polynomial_of_singular_values(matrix):
     result = muon.orthogonalize(matrix)
     torch.testing.assert_close(result, by_singular_values(matrix), rtol=1e-10, atol=1e-10)
     assert not muon.orthogonalize(0 * matrix).any()
-    in_float16 = muon.orthogonalize((15000 * matrix).half())  # its norm is beyond float16
-    torch.testing.assert_close(in_float16.double(), result, rtol=0, atol=0.02)
 
 
 def trained(make, dtype=torch.float64, steps=4):
@@ -90,11 +88,6 @@ def test_shards_step_as_the_whole(ranks, world):
                 expected = tensor_parallel.shard(whole, dim, dist.group.WORLD)
                 with case(shape, dim):
                     torch.testing.assert_close(shard, expected, rtol=1e-12, atol=1e-12)
-
-        twice = nn.Parameter(torch.zeros(1, 1))
-        twice.placement = {"cuts": dict.fromkeys((0, 1), (dist.group.WORLD, 0, 1))}
-        with pytest.raises(ValueError, match="cut in both dimensions: cut it in one"):
-            muon.check_matrices([twice], nn.ParameterList([twice]))
 
     ranks(world, work)
 

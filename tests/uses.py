@@ -269,7 +269,11 @@ class Layout(OneProcess):
     # --- a step
 
     def zero_grad(self, give_up=False):
-        if self.sync:
+        if self.kind == "muon":
+            if give_up:
+                self.sync.finish()
+            self.sync.zero_grad()
+        elif self.sync:
             self.sync.zero_grad(give_up)
         else:
             super().zero_grad()

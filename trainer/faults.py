@@ -9,7 +9,7 @@ def skip_where(found_inf, optimizer):
     """Have the optimizer leave out its next step where found_inf, a tensor, is 1. The host does not
     wait for it, unless the optimizer's states are the host's."""
     for each in optimizers_of(optimizer):
-        first = next(p for group in each.param_groups for p in group["params"])
+        first = next((p for group in each.param_groups for p in group["params"]), found_inf)
         each.found_inf = found_inf.to(first.device)  # torch's fused optimizers look at it
 
 
