@@ -192,7 +192,8 @@ class Muon:
 
     def zero_grad(self):
         """Start a step. After an exception on any rank all ranks call finish() before."""
-        check_before_zero_grad(self)
+        check_addresses(self)
+        check_finished(self)
         self.finished = False
         self.started = 0  # how many buckets are on their way, or reduced
         for bucket in self.buckets:
@@ -224,7 +225,9 @@ class Muon:
         self._start_full_buckets()
         self._wait()
         for bucket in self.buckets:
-            bucket.sum_partial()
+            for group in bucket.partial:  # rarely any: not overlapped
+                if len(bucket.own_gradient):
+                    dist.all_reduce(bucket.own_gradient, group=group)
         self.finished = True
 
     def step(self):
@@ -334,33 +337,25 @@ class OwnedBucket:
             start, end = end, end + p.numel()
             p.data = self.weights[start:end].view_as(p)
             p.grad = self.gradients[start:end].view_as(p)
-            piece = p
-            if owner != self.rank:  # the part of p in own_slice; of another owner's matrix nothing
-                first = max(start, self.own_slice.start)
-                last = max(min(end, self.own_slice.stop), first)
-                piece = nn.Parameter(self.weights[first:last])
-                piece.grad = self.gradients[first:last]
             self.slices.append(slice(start, end))
+            piece = p
+            if owner != self.rank:  # empty if it belongs to others
+                part = slice(max(start, self.own_slice.start), min(end, self.own_slice.stop))
+                piece = nn.Parameter(self.weights[part])
+                piece.grad = self.gradients[part]
             self.pieces.append(piece)
 
     def sum_on_owners(self):
         """Start to sum the gradients: each element on its owner alone."""
-        return [
-            dist.reduce(self.gradients[part], group=self.group, group_dst=owner, async_op=True)
-            for owner, part in self.owned.items()
-        ]
+        for owner, part in self.owned.items():
+            yield dist.reduce(
+                self.gradients[part], group=self.group, group_dst=owner, async_op=True
+            )
 
     def send_from_owners(self, flat):
         """Start to bring the owners' elements of `weights` or `gradients` to all."""
-        return [
-            dist.broadcast(flat[part], group=self.group, group_src=owner, async_op=True)
-            for owner, part in self.owned.items()
-        ]
-
-    def sum_partial(self):
-        for group in self.partial:  # of another technique
-            if len(self.own_gradient):
-                dist.all_reduce(self.own_gradient, group=group)
+        for owner, part in self.owned.items():
+            yield dist.broadcast(flat[part], group=self.group, group_src=owner, async_op=True)
 
 
 # --- together with another kind of parallelism (docs/use/two-techniques.md)
@@ -449,10 +444,9 @@ def check_grads_left(bucket):
         )
 
 
-def check_before_zero_grad(muon):
+def check_finished(muon):
     if not muon.finished and any(b.grads_left < b.grads_per_step for b in muon.buckets):
         raise RuntimeError("there was no finish(): gradients would be lost")
-    check_addresses(muon)
 
 
 def check_addresses(muon):
