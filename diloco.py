@@ -86,7 +86,6 @@ class DiLoCo:
         parameters = model.parameters() if isinstance(model, nn.Module) else model
         self.parameters = [p for p in parameters if p.requires_grad]
         self.group, self.every, self.delay, self.bits = group, every, delay, bits
-        self.keep = 0.5 if delay else 0.0  # fraction of the local movement that a late step keeps
         self.steps = 0
         check_diloco_arguments(self)
         self.parts = []
@@ -143,7 +142,7 @@ class DiLoCo:
         part.old.grad = (total / len(messages)).to(part.old)
         part.outer.step()
         part.old.grad = part.receive = None
-        part.restart(self.keep)
+        part.restart(keep=0.5 if self.delay else 0)
 
     @torch.no_grad()
     def finish(self):

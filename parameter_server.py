@@ -49,7 +49,7 @@ def push(parameters, group):
     Not checked: the order of these lines. Only the server's weights are new after step()."""
     parameters = trained(parameters)
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    message = flat_message(gradients)
+    message = flatten(gradients)
     if dist.get_rank(group) > 0:
         dist.send(message, group=group, group_dst=0)
         for p in parameters:
@@ -66,10 +66,10 @@ def push(parameters, group):
 def pull(parameters, group):
     """Copy the server's weights to all ranks. Frozen parameters must be equal already."""
     parameters = trained(parameters)
-    weights = flat_message(parameters)  # on workers only a buffer
+    weights = flatten(parameters)  # on workers only a buffer
     if dist.get_rank(group) > 0:
         dist.recv(weights, group=group, group_src=0)
-        for p, weight in split(weights, parameters):
+        for p, weight in zip(parameters, unflatten(weights, parameters)):
             p.copy_(weight)
         return
     for worker in range(1, dist.get_world_size(group)):
@@ -80,20 +80,17 @@ def trained(parameters):
     return [p for p in parameters if p.requires_grad]
 
 
-def flat_message(tensors):
-    """One message of several tensors."""
-    return torch.cat([t.detach().flatten() for t in tensors])
+def flatten(tensors):
+    return torch.cat([t.detach().flatten() for t in tensors])  # of one dtype
 
 
-def split(message, parameters):
-    """(parameter, its piece of the message) of each."""
+def unflatten(message, parameters):
     pieces = message.split([p.numel() for p in parameters])
-    # torch.cat has given all of them one dtype
-    return [(p, piece.view_as(p).to(p.dtype)) for p, piece in zip(parameters, pieces)]
+    return [piece.view_as(p).to(p.dtype) for p, piece in zip(parameters, pieces)]
 
 
 def set_gradients(parameters, message):
-    for p, gradient in split(message, parameters):
+    for p, gradient in zip(parameters, unflatten(message, parameters)):
         p.grad = gradient
 
 
@@ -130,9 +127,9 @@ def serve(parameters, group, steps, bound):
                 break
             worker = waiting.pop(0)
             pulled_at[worker] = step
-            weights = flat_message(parameters)
+            weights = flatten(parameters)
             sends[worker] = dist.isend(weights, group=group, group_dst=worker)
-        gradients = flat_message(parameters)  # a buffer
+        gradients = flatten(parameters)  # a buffer
         worker = dist.get_group_rank(group, dist.recv(gradients, group=group))  # whoever is first
         sends.pop(worker).wait()
         staleness = step - pulled_at.pop(worker)
@@ -156,16 +153,19 @@ def main():
     parser.add_argument("--staleness", **harness.NATURAL, help=why)
     args = parser.parse_args()
     harness.configure(args)
-    train = synchronous if args.staleness is None else asynchronous
-    proof.launch(train, args, check=lambda world: receipt.check(args, world))
+    proof.launch(demo, args, check=lambda world: receipt.check(args, world))
 
 
-def synchronous(run):
-    args, group = run.args, dist.group.WORLD
-    run.groups(dp=group)
+def demo(run):
+    run.groups(dp=dist.group.WORLD)
     model = run.fill(run.meta_model())
-    parameters = list(model.parameters())
-    optimizer = harness.make_optimizer(parameters, args)
+    optimizer = harness.make_optimizer(model.parameters(), run.args)
+    train = synchronous if run.args.staleness is None else asynchronous
+    return train(run, model, list(model.parameters()), optimizer)
+
+
+def synchronous(run, model, parameters, optimizer):
+    group = dist.group.WORLD
     for step in run.steps(optimizer):
         pull(parameters, group)
         optimizer.zero_grad()
@@ -174,20 +174,16 @@ def synchronous(run):
         dist.all_reduce(loss, group=group)
         norm = harness.grad_norm(parameters, [group])  # workers have no gradients now
         run.check(loss, norm, lambda: [(n, p) for n, p in model.named() if p.grad is not None])
-        harness.clip(parameters, norm, args.grad_clip)
+        harness.clip(parameters, norm, run.args.grad_clip)
         optimizer.step()
         run.log(loss, norm)
     return run.receipt(*receipt.synchronous(run))
 
 
-def asynchronous(run):
-    args, group = run.args, dist.group.WORLD
-    run.groups(dp=group)
+def asynchronous(run, model, parameters, optimizer):
+    group = dist.group.WORLD
     alone = dist.new_group([0])  # the server checks by itself
-    model = run.fill(run.meta_model())
-    parameters = list(model.parameters())
-    optimizer = harness.make_optimizer(parameters, args)
-    gradients = serve(parameters, group, args.steps, args.staleness)
+    gradients = serve(parameters, group, run.args.steps, run.args.staleness)
     reference = receipt.Replay(run)  # one process that takes the same gradients
     for step in run.steps(optimizer, reference=reference):
         if run.rank == 0:
@@ -199,7 +195,7 @@ def asynchronous(run):
             reference.history.append((worker, staleness))
             norm = harness.grad_norm(parameters)
             run.check(loss, norm, model.named, group=alone)
-            harness.clip(parameters, norm, args.grad_clip)
+            harness.clip(parameters, norm, run.args.grad_clip)
             optimizer.step()
             run.log(loss, norm)
         elif step % (run.world - 1) == run.rank - 1:  # a batch of this worker's
