@@ -190,8 +190,12 @@ function step(settings) {
   const [forward, inputs, weights, head] = played.map((each) => each * c.n);
   const each = blocks * c.m, again = { block: forward, half: forward / 2 }[c.recompute] || 0;
   const ring = message("send", c.cp, c.tp, sent.ring / each);
+  const tensor = 8 * message("all_gather", c.tp, 1, sent.tensor / each / 8);
+  // Beside the weights' gradients, unless these come later: backward's half of the bytes, or of --sp's
+  const later = c.all.flat().some(({ kind }) => kind === "W");
+  const hidden = later || x.experts ? 0 : tensor / (c.sp ? 4 : 2);
   const waits = {
-    tensor: 8 * message("all_gather", c.tp, 1, sent.tensor / each / 8),
+    tensor: tensor - hidden + Math.max(hidden - weights / 2, (1 - 1 / TABLE.beside) * hidden),
     ring: Math.max(0, ring - (forward + inputs + weights) / 2), // the rest hides behind tiles
     experts: 4 * message("all_gather", c.ep, c.tp, sent.experts / each / 4),
   };
