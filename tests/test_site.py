@@ -169,7 +169,7 @@ def by_receipts(monkeypatch, command, rank, rows):
     with monkeypatch.context() as patch:
         keep = lambda *words: peaks.append(gathered(*words)) or peaks[-1]  # noqa: E731
         patch.setattr(receipts.train.zero, "gathered", keep)
-        _, sent, held, _ = receipts.train.of_run(runner, None)
+        _, sent, held, _ = receipts.train.of_run(runner)
     kinds = {kind: size for kind, (size, _) in held.items()}
     kinds["gathered"] = sum(2 * peak for _, peak in peaks)
     for (_, group), (size, _) in sent.items():
