@@ -57,7 +57,7 @@ CEILINGS = {
     "proof": 1724,
     "receipts": 2440,
     "trainer": 2477,
-    "simulator": 2036,
+    "simulator": 2005,
     "exercises": 300,
     "tests": 12760,
     "benchmarks": 2670,
