@@ -406,6 +406,8 @@ def place_of(p, group):
 
 def is_counted_here(bucket, cut_groups, pipeline_group):
     """Whether the norm counts this rank's gradient. Of ranks that have the same the first does."""
+    if placed(bucket.parameters[0], "duplicate", False):
+        return False
     replicated_over = [group for group in cut_groups if group not in bucket.cut_groups]
     if pipeline_group is not None:  # two stages may have one matrix
         replicated_over += [g for g in bucket.partial if is_within(g, pipeline_group)]
@@ -416,7 +418,8 @@ def is_counted_here(bucket, cut_groups, pipeline_group):
 def placed(p, key, default):
     """An entry of p.placement, written by another kind of parallelism (docs/use/two-techniques.md):
     "data", the group of its replicas; "partial", groups over which its gradient is a partial sum;
-    "cuts", {dimension: (group, start, length)}; "shape", of the whole."""
+    "cuts", {dimension: (group, start, length)}; "shape", of the whole; "duplicate", whether another
+    rank of a cut's group has the same part, and counts it in the norm."""
     return getattr(p, "placement", {}).get(key) or default
 
 

@@ -258,14 +258,14 @@ def shard_last(group, module, args):
     return (*others, None if last is None else shard_positions(last, group))
 
 
-def parallelize_sequence(model, group, keep_gathered=True):
+def parallelize_sequence(model, group, keep_gathered=True, kv_group=None):
     """parallelize_tensors, then f and g replaced. Raises ValueError as that does.
 
     keep_gathered: hold what f gathered until backward, or gather it again there. tokens, targets,
     positions and samples stay whole on every rank. A pipeline stage without an embedding takes
     x (B, T/t, C), as the stage before it returned it, and needs positions (T,). Gradients are
     partial sums after backward: see `reduce_partial`."""
-    parallelize_tensors(model, group)
+    parallelize_tensors(model, group, kv_group)
     if model.embed is not None:
         model.embed.token.leave = SequenceLeave(group)
     for block in model.blocks.values():
@@ -316,8 +316,10 @@ def main():
 
 def demo(run):
     args, group = run.args, dist.group.WORLD
-    run.groups(tp=group)
-    model = run.fill(parallelize_sequence(run.meta_model(), group, not args.gather_again))
+    kv_group = tensor_parallel.kv_group_of(run.config)
+    run.groups(tp=group, kv=kv_group)
+    model = parallelize_sequence(run.meta_model(), group, not args.gather_again, kv_group)
+    model = run.fill(model)
     parameters = list(model.parameters())
     optimizer = harness.make_optimizer(parameters, args)
     for step in run.steps(optimizer):

@@ -106,7 +106,8 @@ class Enter(nn.Module):
 
     @torch.compiler.disable
     def project(self, x):
-        parameters = [layer.weight for layer in self.layers] + [layer.bias for layer in self.layers]
+        weights, biases = zip(*(layer.used() for layer in self.layers))
+        parameters = [*weights, *biases]
         if torch.is_autocast_enabled(x.device.type):  # it casts what F.linear gets
             dtype = torch.get_autocast_dtype(x.device.type)
             x, *parameters = (p if p is None else p.to(dtype) for p in (x, *parameters))
@@ -148,17 +149,27 @@ class ColumnParallelLinear(nn.Module):
     A shard must be whole heads. The usual fused qkv (all q, all k, all v) would be cut wrong,
     silently: order its rows by kv-head (its q heads, its k, its v), or keep three layers. Where t
     does not divide `out`, zeros fill the last shards. A padded unit is act(0), and only 0 keeps its
-    gradients zero."""
+    gradients zero.
 
-    def __init__(self, linear, group):
+    shared_by: see `shard`. rows: slices of the shard's rows, where this rank uses only some"""
+
+    def __init__(self, linear, group, shared_by=None, rows=None):
         super().__init__()
-        self.weight = shard(linear.weight, 0, group)  # (out / t, in)
-        self.bias = shard(linear.bias, 0, group)
+        self.weight = shard(linear.weight, 0, group, shared_by)  # (out / t, in)
+        self.bias = shard(linear.bias, 0, group, shared_by)
+        self.rows = rows
+
+    def used(self):
+        """The parts of weight and bias that make this rank's outputs."""
+        if self.rows is None:
+            return self.weight, self.bias
+        whole = self.weight, self.bias
+        return [p if p is None else torch.cat([p[rows] for rows in self.rows]) for p in whole]
 
     def forward(self, x):
         if isinstance(x, dict):  # Enter has computed it
             return x[self]
-        return F.linear(x, self.weight, self.bias)
+        return F.linear(x, *self.used())
 
 
 class RowParallelLinear(nn.Module):
@@ -374,20 +385,30 @@ def split_over(parameter, group):
     return any(group is other for other, _, _ in placement(parameter)["cuts"].values())
 
 
-def shard(parameter, dim, group):
+def shard(parameter, dim, group, shared_by=None):
     """This rank's shard of a parameter, with its `placement`. None stays None. Raises ValueError
-    if this dimension has been cut before, or if the parameter has been cut over this group."""
+    if this dimension has been cut before, or if the parameter has been cut over this group.
+
+    shared_by: a group of s consecutive ranks that hold one of t/s shards together, each with a use
+    of its own. So its gradients are partial sums: reduce_partial in sequence_parallel.py"""
     if parameter is None:
         return None
     dim, group = dim % parameter.dim(), group or dist.group.WORLD
     cuts = placement(parameter)["cuts"]
     if dim in cuts or split_over(parameter, group):
         raise ValueError("this parameter is a shard already: cut it once, and tie its shards")
-    rank, t = dist.get_rank(group), dist.get_world_size(group)
-    part = nn.Parameter(shard_tensor(parameter.detach(), dim, rank, t), parameter.requires_grad)
+    index, shards = dist.get_rank(group), dist.get_world_size(group)
+    if shared_by is not None:
+        index //= dist.get_world_size(shared_by)
+        shards //= dist.get_world_size(shared_by)
+    full = parameter.detach()
+    part = nn.Parameter(shard_tensor(full, dim, index, shards), parameter.requires_grad)
     part.__dict__.update(parameter.__dict__)  # attributes that other techniques have put there
-    start, length, _ = span(parameter.shape[dim], rank, t)
+    start, length, _ = span(parameter.shape[dim], index, shards)
     part.placement = placement(parameter) | {"cuts": cuts | {dim: (group, start, length)}}
+    if shared_by is not None:
+        part.placement["partial"] = [*part.placement["partial"], shared_by]
+        part.placement["duplicate"] = dist.get_rank(shared_by) > 0  # the norm counts the first one
     return part
 
 
@@ -402,9 +423,10 @@ def grad_norm(parameters):
     parameters = list(parameters)
     gradients = {}  # {the groups that cut a parameter: gradients}
     for p in parameters:
-        groups = tuple(group for group, _, _ in placement(p)["cuts"].values())
+        where = placement(p)
+        groups = tuple(group for group, _, _ in where["cuts"].values())
         held = gradients.setdefault(groups, [])
-        if p.grad is not None:
+        if p.grad is not None and not where.get("duplicate"):
             held.append(p.grad)
     total = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
     for groups, held in gradients.items():
@@ -441,22 +463,48 @@ def check_replicas_agree(parameters, group):
 def check_heads(config, t):
     """Raise ValueError where t ranks cannot share the heads evenly."""
     heads, kv_heads = config.heads, config.kv_heads  # heads are a multiple of kv_heads
-    if kv_heads % t:
-        fits = [str(n) for n in range(1, kv_heads + 1) if kv_heads % n == 0]
+    if not heads_fit(heads, kv_heads, t):
+        fits = [str(n) for n in range(1, heads + 1) if heads_fit(heads, kv_heads, n)]
         raise ValueError(
             f"{heads} heads and {kv_heads} kv-heads do not divide over {t} tensor-parallel ranks: "
             f"use {' or '.join(fits)}, or change the numbers of heads"
         )
 
 
-def parallelize_tensors(model, group):
+def heads_fit(heads, kv_heads, t):
+    """Each rank has whole kv-heads, or one of them together with others."""
+    return kv_heads % t == 0 or (t % kv_heads == 0 and heads % t == 0)
+
+
+def kv_group_of(config):
+    """The group of this rank's kv-head, where all ranks outnumber the kv-heads. Else None."""
+    ranks = dist.get_world_size() // config.kv_heads
+    return dist.new_subgroups(ranks)[0] if ranks > 1 else None
+
+
+def cut_qkv(attn, group, kv_group):
+    """Cut the rows of qkv, q..q k v of each kv-head. kv_group: where ranks outnumber the kv-heads,
+    those that have one together: each attends with some of its q heads, and with its k and v."""
+    if kv_group is None:
+        attn.qkv = ColumnParallelLinear(attn.qkv, group)
+        return
+    queries = attn.queries_per_kv * attn.head_dim  # rows
+    attn.queries_per_kv //= dist.get_world_size(kv_group)
+    own = attn.queries_per_kv * attn.head_dim
+    start = dist.get_rank(kv_group) * own
+    rows = [slice(start, start + own), slice(queries, None)]  # its q heads; k and v
+    attn.qkv = ColumnParallelLinear(attn.qkv, group, kv_group, rows)
+
+
+def parallelize_tensors(model, group, kv_group=None):
     """Cut a GPT over `group`, in place, and return it; on the meta device too. Any of embedding,
     blocks and head may be missing. Make the optimizer afterwards: parameters are replaced. Raises
-    ValueError where heads do not divide, and for a model that is cut already."""
+    ValueError where heads do not divide, and for a model that is cut already. kv_group: of
+    `cut_qkv`."""
     check_heads(model.config, dist.get_world_size(group))
     for block in model.blocks.values():
         attn, mlp = block.attn, block.mlp
-        attn.qkv = ColumnParallelLinear(attn.qkv, group)
+        cut_qkv(attn, group, kv_group)
         attn.enter = Enter(group, [attn.qkv])
         attn.proj = RowParallelLinear(attn.proj, group)
         if model.config.experts:  # the hidden units of every expert; the router stays whole
@@ -502,9 +550,12 @@ def main():
 
 
 def demo(run):  # a proof.Run: batches, log, and the receipt that compares with one process
+    import sequence_parallel  # which imports this file
+
     args, group = run.args, dist.group.WORLD
-    run.groups(tp=group)
-    model = run.fill(parallelize_tensors(run.meta_model(), group))
+    kv_group = kv_group_of(run.config)
+    run.groups(tp=group, kv=kv_group)
+    model = run.fill(parallelize_tensors(run.meta_model(), group, kv_group))
     parameters = list(model.parameters())
     optimizer = harness.make_optimizer(parameters, args)
     for step in run.steps(optimizer):
@@ -514,6 +565,7 @@ def demo(run):  # a proof.Run: batches, log, and the receipt that compares with 
             part = model(tokens, targets=targets, target_count=run.target_count, sample_ids=samples)
             part.backward()
             loss += part.detach()  # the same on every rank
+        sequence_parallel.reduce_partial(parameters)  # of kv-heads that ranks share
         norm = grad_norm(parameters)
         run.check(loss, norm, model.named)
         harness.clip(parameters, norm, args.grad_clip)

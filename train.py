@@ -86,12 +86,13 @@ def main():
 # --- the mesh
 
 
-def mesh(args, schedule):
+def mesh(args, schedule, config):
     """This rank's process groups, by name. All ranks create all groups, in the same order.
 
     tp, pp    as in the picture on top
     cp        ranks that share sequences
     dp        all ranks with the same weights, dp x cp of them
+    kv        of the tp ranks, those that have one key/value head together
     tied      of the pp ranks, the one or two that hold a tied matrix: DDP and ZeRO sum over it
 
     Each view below has the ranks of a group in its last dimension."""
@@ -116,6 +117,8 @@ def mesh(args, schedule):
     groups |= {"cp": own_group(cp.flatten(4)), "pp": own_group(pp), "tied": own_group(tied)}
     if args.cp_kind == "ring-ulysses":  # the two dimensions of the cp ranks
         groups |= {"ring": own_group(cp.transpose(4, 5)), "ulysses": own_group(cp)}
+    if args.tp > config.kv_heads:
+        groups["kv"] = own_group(ranks.unflatten(4, (config.kv_heads, -1)))
     if args.ep > 1:  # ranks that share one copy of the experts; those with the same experts
         groups |= {"ep": own_group(experts), "copies": own_group(experts.transpose(3, 4))}
     if args.zero_ranks:  # "inside" splits one copy of the states, "across" has the same shards
@@ -140,9 +143,10 @@ def build(run, schedule, groups, turns):
     parts = harness.split(run.meta_model, layers, stages, groups["tied"])
     for part in parts.values():
         if args.sp:
-            sequence_parallel.parallelize_sequence(part, tp, keep_gathered=not args.gather_again)
+            keep_gathered = not args.gather_again
+            sequence_parallel.parallelize_sequence(part, tp, keep_gathered, groups.get("kv"))
         elif args.tp > 1:
-            tensor_parallel.parallelize_tensors(part, tp)
+            tensor_parallel.parallelize_tensors(part, tp, groups.get("kv"))
         else:
             # The loss in pieces: a large vocabulary takes little memory
             lean_head(part, args.compile)
@@ -328,7 +332,7 @@ def train(run, schedule=None):
             schedule = dualpipe.PairedSchedule(schedule.rows)
 
     # What trains: the groups, this rank's part of the model, the optimizer over its replicas
-    groups = mesh(args, schedule)
+    groups = mesh(args, schedule, run.config)
     run.groups(**groups)  # the receipt counts by these names
     open_groups(groups, run.device)
     pipeline.open_links(groups["down"] + groups["up"], schedule, run.device)

@@ -582,7 +582,8 @@ def find_places(model, group, splits, scopes):
 def placed(p, key, default):
     """An entry of p.placement, written by another kind of parallelism (docs/use/two-techniques.md):
     "data", the group of its replicas; "partial", groups over which its gradient is a partial sum;
-    "cuts", {dimension: (group, start, length)}; "shape", of the whole."""
+    "cuts", {dimension: (group, start, length)}; "shape", of the whole; "duplicate", whether another
+    rank of a cut's group has the same part, and counts it in the norm."""
     return getattr(p, "placement", {}).get(key) or default
 
 
@@ -605,6 +606,8 @@ def find_cut_groups(parameters, data_group):
 
 def is_counted(p, cut_groups, pipeline_group, across):
     """Whether the norm counts this rank's part of p. Of ranks with the same part the first does."""
+    if placed(p, "duplicate", False):
+        return False
     replicated_over = [group for group in cut_groups if group not in groups_cutting(p)]
     if across is not None:
         replicated_over.append(across)

@@ -238,7 +238,7 @@ def mesh_groups(flags):
     for rank in range(8):
         stub = SimpleNamespace(new_group=tuple, get_rank=lambda rank=rank: rank)
         with mock.patch.object(train, "dist", stub):
-            groups = train.mesh(args, schedule)
+            groups = train.mesh(args, schedule, harness.configure(args))
         for name in LINES:
             found.setdefault(name, set()).add(groups[name])
     return {name: sorted(groups) for name, groups in found.items() if len(min(groups)) > 1}

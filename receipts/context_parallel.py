@@ -95,7 +95,7 @@ def expected(sizes, group, kind, rings, scatter):
     config, e = sizes.config, sizes.e
     ring, ulysses = grid(kind, group.ranks, rings)
     names = ("ring", "ulysses") if kind == "ring-ulysses" else (group.name, group.name)
-    tokens, kv_heads = sizes.sequences * sizes.length, config.kv_heads // sizes.tp
+    tokens, kv_heads = sizes.sequences * sizes.length, max(config.kv_heads // sizes.tp, 1)
     head_size, forwards = config.width // config.heads, sizes.forwards
     sent = {}
     if ulysses > 1:

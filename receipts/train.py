@@ -72,11 +72,11 @@ def of_run(runner):
     if args.cp > 1:
         kind = args.cp_kind, args.cp_rings
         tables.append(context_parallel.expected(sizes, groups["cp"], *kind, scatter))
+    partial = not uses_zero
     if args.sp:
-        partial = not uses_zero
         tables.append(sequence_parallel.expected(sizes, groups["tp"], scatter, partial=partial))
     else:
-        tables.append(tensor_parallel.expected(sizes, groups["tp"]))
+        tables.append(tensor_parallel.expected(sizes, groups["tp"], partial=partial))
     messages = pipeline.boundaries(schedule, rank)
     tied = None if uses_zero else groups.get("tied")
     tables.append(pipeline.expected(sizes, groups["pp"], messages, tied))
@@ -98,7 +98,7 @@ def of_zero(args, sizes, row, groups, scatter):
     splits = [split_of(groups, "dp", "")]
     if args.ep > 1:
         splits.append(split_of(groups, "copies", "copies "))
-    partial = [groups[name] for name in ("tp", "tied") if name in groups]
+    partial = [groups[name] for name in ("tp", "kv", "tied") if name in groups]
     return zero.expected(sizes, groups["dp"], args.zero, args, scatter, passes, splits, partial)
 
 

@@ -143,6 +143,8 @@ def buckets_of(sizes, stage, flags, splits):
             partial = "tied"  # another stage has the same matrix, at the other end of the model
         elif sizes.sp and not parameter.cut:
             partial = "tp"
+        elif parameter.shared:
+            partial = "kv"
         kind = splits.index(split), stages, units if stage == 3 else (), partial
         if parameter.elements > room.get(kind, -1):
             latest[kind] = Bucket(split, split.inside.ranks if stage else 1, *kind[1:])

@@ -65,7 +65,7 @@ TABLE = {
 3 torch muon data="muon", microbatches=3
 """,
     "tensor_parallel": """
-{2 own sgd|3 own adamw|2 llama adamw} tp=ranks
+{2 own sgd|3 own adamw|2 llama adamw|4 llama sgd} tp=ranks
 """,
     "sequence_parallel": """
 2 own adamw tp=2, tensor="sequence"

@@ -78,7 +78,7 @@ def test_decay_is_for_matrices():
 
 
 REFUSED = r"""
-train --family llama --kv-heads 2 --tp 4 -> 2 kv-heads.*4 tensor-parallel.*1 or 2
+train --family llama --kv-heads 2 --tp 3 -> 2 kv-heads.*3 tensor-parallel.*1 or 2 or 4
 train --pp 5 -> 4 layers are too few for 5 pipeline stages
 train --tokens 15e12 -> --tokens means nothing without --dry-run
 zero --stage 1 --keep-gathered -> means nothing in stage 1: use --stage 3

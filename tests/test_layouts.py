@@ -37,6 +37,7 @@ VARIANTS = {
     "sgd": SGD,
     "odd": f"--context 15 {SGD}",
     "13-tokens": "--context 13",
+    "one-kv-head": "--family llama --heads 6 --kv-heads 1 --width 36 --hidden 50 --context 9",
     "by-3": "--family llama --heads 6 --kv-heads 3 --width 36 --hidden 50 --context 9",
     "a-token-each": f"--heads 6 --width 36 --hidden 50 --context 3 {SGD}",
     "dropout": f"--dropout 0.2 {SGD}",
@@ -56,7 +57,7 @@ LAYOUTS = """
 gpt2      --dp 1
 gpt2      --dp 2 --microbatches 3 --recompute selective
 sgd       --dp 3 --microbatches 2 --bucket-mb 0.01 --steps 3
-llama     --tp 4 --microbatches 2 --recompute block
+grouped   --tp 4 --microbatches 2 --recompute block
 dropout   --pp 4 --schedule gpipe --microbatches 1 DEEP
 llama     --dp 2 --pp 3 --microbatches 3
 dropout   --dp 3 --zero 1 --microbatches 2
@@ -75,12 +76,12 @@ moe-gpt2  --schedule dualpipev --cp 2 --ep 2 --tp 2 --sp --microbatches 2 SHALLO
 sgd       --pp 2 --schedule interleaved --dp 2 --zero 2 --microbatches 2 --recompute selective DEEP
 llama     --pp 2 --schedule interleaved --dp 2 --zero 3 --microbatches 2 --reduce-once DEEP
 gpt2      --pp 2 --schedule zb-h1 --dp 2 --zero 3 --microbatches 3 --recompute selective
-llama     --tp 4 --sp --gather-again --recompute selective
-by-3      --tp 3 --microbatches 2
+grouped   --tp 4 --sp --gather-again --recompute selective --pp 2 --schedule zb-h1 --microbatches 2
+one-kv-head --tp 3 --dp 2 --zero 3 --microbatches 2
 by-3      --tp 3 --sp --gather-again
 a-token-each --tp 3 --sp --microbatches 2
 sgd       --tp 2 --sp --pp 2 --schedule zb-v --microbatches 3 --recompute selective DEEP
-grouped   --tp 2 --sp --dp 2 --zero 2 --microbatches 2 --recompute half
+grouped   --tp 4 --sp --dp 2 --zero 2 --microbatches 2 --recompute half
 dropout   --tp 2 --sp --pp 2 --schedule zb-h1 --microbatches 2 --gather-again
 moe-gpt2  --dp 2 --ep 2 --microbatches 3
 moe       --dp 4 --ep 2 --expert-chunks 2 --recompute half
@@ -117,7 +118,7 @@ docs-moe --cp 2 --dp 2 --ep 4 --zero 1
 muon      --dp 3 --microbatches 2
 muon      --tp 2 --sp --dp 2 --pp 2 --schedule zb-v --microbatches 3 DEEP
 muon      --pp 2 --cp 2 --tp 2 --microbatches 2 --zero 1
-muon-moe  --dp 2 --cp 2 --ep 2 --tp 2 --layers 2
+muon-moe  --cp 2 --ep 2 --tp 4 --layers 2
 muon-moe  --dp 2 --ep 2 --tp 2 --sp --pp 2 --schedule zb-h1 --microbatches 2 SHALLOW
 """
 # Two copies of experts, each on two ranks; experts that are not split
@@ -356,6 +357,15 @@ first piece on every rank: tensor_parallel:span
 all shards equal: harness.placement:placement
     "placement", {}) -> "placement", {}) | first_cuts(parameter)
     sgd --tp 2 -> before step 1: the weight of -> ranks 0, 1 have the same shard
+shared kv-heads not summed: tensor_parallel:shard
+    part.placement["partial"], shared_by] -> part.placement["partial"]]
+    grouped --tp 4 -> step 1, backward -> add up to the right one: never summed over kv
+shared kv-heads counted twice: tensor_parallel:shard
+    dist.get_rank(shared_by) > 0 -> False
+    grouped --tp 4 --zero 1 -> step 1, the norm ->
+one rank's q heads on all: tensor_parallel:cut_qkv
+    dist.get_rank(kv_group) * own -> 0
+    grouped --tp 4 -> step 1, forward: the output of blocks.0 ->
 bias on every rank: tensor_parallel:RowParallelLinear.forward
     self.weight)) -> self.weight, self.bias))\n    return y
     sgd --tp 2 -> step 2, forward: the output of blocks.0 on all ->

@@ -341,7 +341,7 @@ class Layout(OneProcess):
             for p in parameters:
                 if p.requires_grad:
                     self.all_reduce(p.grad)
-        elif self.tensor != "tensor":
+        elif self.tensor != "tensor" or isinstance(self.model, Llama):
             import sequence_parallel
 
             sequence_parallel.reduce_partial(parameters)
@@ -455,11 +455,12 @@ def plainly(ep, sizes, over, rows, weights, chosen, experts, meanwhile):
 
 
 def split_llama(tp, llama, over):
-    """Hugging Face's."""
+    """Hugging Face's. On 4 ranks two share each of its 2 kv-heads."""
+    shared_by, _ = dist.new_subgroups(2) if dist.get_world_size(over) == 4 else (None, None)
 
-    def replace(make, module, *names):
+    def replace(make, module, *names, **options):
         for name in names:
-            setattr(module, name, make(getattr(module, name), over))
+            setattr(module, name, make(getattr(module, name), over, **options))
 
     def enter(module, name):
         setattr(module, name, nn.Sequential(getattr(module, name), tp.Enter(over)))
@@ -468,7 +469,9 @@ def split_llama(tp, llama, over):
     for layer in llama.model.layers:
         enter(layer, "input_layernorm")
         enter(layer, "post_attention_layernorm")
-        replace(tp.ColumnParallelLinear, layer.self_attn, "q_proj", "k_proj", "v_proj")
+        replace(tp.ColumnParallelLinear, layer.self_attn, "q_proj")
+        replace(tp.ColumnParallelLinear, layer.self_attn, "k_proj", "v_proj", shared_by=shared_by)
+        layer.self_attn.num_key_value_groups = 1 if shared_by else 2
         replace(tp.RowParallelLinear, layer.self_attn, "o_proj")
         replace(tp.ColumnParallelLinear, layer.mlp, "gate_proj", "up_proj")
         replace(tp.RowParallelLinear, layer.mlp, "down_proj")

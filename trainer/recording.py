@@ -94,6 +94,8 @@ class Recording(Recorder):
 
     def note(self, name, output):
         """What a step's search for a NaN runs again is dropped when the next step begins."""
+        if not torch.is_grad_enabled():  # a validation's or a sample's forward
+            return
         if self.noted_step != self.run.step:
             self.noted_step, self.outputs = self.run.step, {}
         output = output.detach()
@@ -108,6 +110,8 @@ class Recording(Recorder):
             if tensor is None:  # no gradient counts as zeros
                 tensor = torch.zeros_like(p.data)
             summaries[name] = diagnosis.summary_of_piece(tensor, p)
+            if placement(p).get("duplicate"):
+                summaries[name] = torch.zeros_like(summaries[name])
             for group, _, _ in placement(p)["cuts"].values():
                 cut_over.setdefault(group, []).append(name)
         for group, names in cut_over.items():
