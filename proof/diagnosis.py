@@ -127,8 +127,8 @@ def evidence(run, notes, errors, tensors, parameters):
             summaries[kind, name] = total.tolist()
         for group in cut_over if name in notes.norms else ():
             norms = [None] * dist.get_world_size(group)
-            dist.all_gather_object(norms, notes.norms[name].item(), group=group)
-            own = norms[dist.get_rank(group)]
+            own = 0 if placement(p).get("duplicate") else notes.norms[name].item()
+            dist.all_gather_object(norms, own, group=group)
             if own > 0 and norms.count(own) > 1:
                 twice.append(name)
     outputs = [joined(of_step) for of_step in notes.outputs]
@@ -141,6 +141,8 @@ def summary_of_piece(piece, parameter):
     shape = placement(parameter)["shape"]
     numbers = torch.arange(1, math.prod(shape) + 1, device=piece.device).view(shape)
     numbers = take(numbers, parameter)
+    if placement(parameter).get("duplicate"):  # another rank's part is the same one
+        numbers = torch.zeros_like(numbers)
     return summary(piece[numbers > 0], numbers[numbers > 0] - 1)
 
 

@@ -110,8 +110,6 @@ class Recording(Recorder):
             if tensor is None:  # no gradient counts as zeros
                 tensor = torch.zeros_like(p.data)
             summaries[name] = diagnosis.summary_of_piece(tensor, p)
-            if placement(p).get("duplicate"):
-                summaries[name] = torch.zeros_like(summaries[name])
             for group, _, _ in placement(p)["cuts"].values():
                 cut_over.setdefault(group, []).append(name)
         for group, names in cut_over.items():
