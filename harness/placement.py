@@ -9,6 +9,7 @@ A technique that cuts a parameter, or copies it to other ranks, writes
                    longer: then zeros follow, as padding
         "copies":  groups whose ranks all hold the same piece
         "partial": groups over which the gradient is still a partial sum after backward
+        "duplicate": whether another rank of a cut's group has the same piece, and counts it
         "data":    the data-parallel group of this parameter, if it has its own (experts)
     }
 

@@ -1,14 +1,6 @@
 """What a tensor-parallel rank sends and holds: 8 r B T C e a block, forward and backward."""
 
-from receipts.formulas import (
-    SCALAR,
-    WHOLE_BLOCKS,
-    Group,
-    held,
-    kv_sharers,
-    parameters_of,
-    summed,
-)
+from receipts.formulas import SCALAR, WHOLE_BLOCKS, Group, held, kv_sharers, parameters_of, summed
 
 
 def expected(sizes, group, scalars=1, partial=True):
@@ -37,13 +29,10 @@ def expected(sizes, group, scalars=1, partial=True):
 
 
 def shared_heads(sizes):
-    """Sent for the gradients of kv-heads that several ranks have together. ZeRO and Muon sum their
-    shards of them themselves."""
+    """Sent for the gradients of kv-heads that several ranks have together."""
     shared = sum(p.elements for p in parameters_of(sizes) if p.shared)
-    if shared == 0:
-        return {}
     text = f"2 r P e: P = {shared:,} of kv-heads that ranks share"
-    return summed(Group("kv", kv_sharers(sizes)), shared * sizes.reduced, text)
+    return summed(Group("kv", kv_sharers(sizes)), shared * sizes.reduced, text) if shared else {}
 
 
 def repeated(config):
