@@ -182,7 +182,7 @@ class Parameter(NamedTuple):
     name: str
     elements: int  # of the rank's piece, with padding
     cut: bool  # whether tensor parallelism cuts it
-    shared: bool  # whether several tensor-parallel ranks have one shard of it, see kv_sharers
+    shared: bool  # whether several tensor-parallel ranks have one kv-head, and its part of qkv
     expert: bool
     users: tuple  # the units of the rank that use it
 
@@ -206,18 +206,13 @@ def parameters_of(sizes):
             dimension = CUTS[words[-1]] + 1
             shape[0] = shape[0] if sizes.experts is None else sizes.experts
         cut = dimension is not None and dimension < len(shape)  # a bias has no inputs
-        shared = words[-2] == "qkv" and kv_sharers(sizes) > 1
+        shared = words[-2] == "qkv" and sizes.tp > config.kv_heads
         shards = config.kv_heads if shared else sizes.tp
         elements = 1
         for i, size in enumerate(shape):
             elements *= ceil(size, shards) if cut and i == dimension else size
         found.append(Parameter(name, elements, cut, shared, expert, users))
     return found
-
-
-def kv_sharers(sizes):
-    """How many tensor-parallel ranks have one kv-head together, and the rows of qkv beside it."""
-    return max(sizes.tp // sizes.config.kv_heads, 1)
 
 
 def users_of(sizes, name):

@@ -240,10 +240,7 @@ def expected(sizes, group, messages, tied=None, scalars=2):
     micro-batch, as `boundaries` counts them. tied: the Group of the two ends, if the first and the
     last stage are on two ranks and share a matrix. scalars: how many numbers are summed over all
     stages: the loss and the norm."""
-    config, length = sizes.config, sizes.length
-    if sizes.sp:
-        length = ceil(length, sizes.tp)
-    size = sizes.sequences * length * config.width * sizes.e
+    config, size = sizes.config, sizes.microbatches * sizes.stream
     sent = summed(group, scalars * SCALAR, "loss and norm")
     for name, count in zip(("down", "up"), messages):
         sent["send", name] = count * size, "m b T C e a boundary to another rank"

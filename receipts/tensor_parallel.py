@@ -1,6 +1,6 @@
 """What a tensor-parallel rank sends and holds: 8 r B T C e a block, forward and backward."""
 
-from receipts.formulas import SCALAR, WHOLE_BLOCKS, Group, held, kv_sharers, parameters_of, summed
+from receipts.formulas import SCALAR, WHOLE_BLOCKS, Group, held, parameters_of, summed
 
 
 def expected(sizes, group, scalars=1, partial=True):
@@ -22,8 +22,7 @@ def expected(sizes, group, scalars=1, partial=True):
         elements += sizes.blocks * tokens * config.top_k
     loss = 3 * tokens * sizes.exact if sizes.head else 0
     sent = summed(group, elements * sizes.e + loss + scalars * SCALAR, text)
-    if partial:
-        sent |= shared_heads(sizes)
+    sent |= shared_heads(sizes) if partial else {}
     activations = "norms' values of the blocks, and 1/t of heads' and hidden ones"
     return sent, held(sizes, "(P_whole + P_split / t) e, padded", activations)
 
@@ -31,8 +30,9 @@ def expected(sizes, group, scalars=1, partial=True):
 def shared_heads(sizes):
     """Sent for the gradients of kv-heads that several ranks have together."""
     shared = sum(p.elements for p in parameters_of(sizes) if p.shared)
-    text = f"2 r P e: P = {shared:,} of kv-heads that ranks share"
-    return summed(Group("kv", kv_sharers(sizes)), shared * sizes.reduced, text) if shared else {}
+    group = Group("kv", max(sizes.tp // sizes.config.kv_heads, 1))
+    text = f"2 r P e: P = {shared:,} of shared kv-heads"
+    return summed(group, shared * sizes.reduced, text) if shared else {}
 
 
 def repeated(config):

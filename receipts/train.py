@@ -72,11 +72,10 @@ def of_run(runner):
     if args.cp > 1:
         kind = args.cp_kind, args.cp_rings
         tables.append(context_parallel.expected(sizes, groups["cp"], *kind, scatter))
-    partial = not uses_zero
     if args.sp:
-        tables.append(sequence_parallel.expected(sizes, groups["tp"], scatter, partial=partial))
+        tables.append(sequence_parallel.expected(sizes, groups["tp"], scatter, 1, not uses_zero))
     else:
-        tables.append(tensor_parallel.expected(sizes, groups["tp"], partial=partial))
+        tables.append(tensor_parallel.expected(sizes, groups["tp"], 1, not uses_zero))
     messages = pipeline.boundaries(schedule, rank)
     tied = None if uses_zero else groups.get("tied")
     tables.append(pipeline.expected(sizes, groups["pp"], messages, tied))
