@@ -138,13 +138,11 @@ def buckets_of(sizes, stage, flags, splits):
         units = parameter.users
         stages = tuple(i for i, own in enumerate(of_stages) if not own.isdisjoint(units))
         tied = sizes.config.tied and parameter.name == "embed.token.weight"
-        partial = None
+        partial = "kv" if parameter.shared else None
         if tied and sizes.embedding != sizes.head:
             partial = "tied"  # another stage has the same matrix, at the other end of the model
         elif sizes.sp and not parameter.cut:
             partial = "tp"
-        elif parameter.shared:
-            partial = "kv"
         kind = splits.index(split), stages, units if stage == 3 else (), partial
         if parameter.elements > room.get(kind, -1):
             latest[kind] = Bucket(split, split.inside.ranks if stage else 1, *kind[1:])

@@ -54,7 +54,6 @@ VARIANTS = {
     "muon-moe": f"{MIXTURE} --optimizer muon --family llama --kv-heads 2 --hidden 45",
 }
 LAYOUTS = """
-gpt2      --dp 1
 gpt2      --dp 2 --microbatches 3 --recompute selective
 sgd       --dp 3 --microbatches 2 --bucket-mb 0.01 --steps 3
 grouped   --tp 4 --microbatches 2 --recompute block
@@ -361,9 +360,6 @@ all shards equal: harness.placement:placement
 shared kv-heads counted twice: tensor_parallel:shard
     dist.get_rank(shared_by) > 0 -> False
     grouped --tp 4 --zero 1 -> step 1, the norm ->
-one rank's q heads on all: tensor_parallel:cut_qkv
-    dist.get_rank(kv_group) * own -> 0
-    grouped --tp 4 -> step 1, forward: the output of blocks.0 ->
 bias on every rank: tensor_parallel:RowParallelLinear.forward
     self.weight)) -> self.weight, self.bias))\n    return y
     sgd --tp 2 -> step 2, forward: the output of blocks.0 on all ->
