@@ -198,7 +198,7 @@ def test_broken_checkpoints_are_passed_over(ranks, text, tmp_path, capfd, saved,
     [(code, rows, _)] = ranks(1, history, args)
     assert code == 0
     same_steps(rows_of(rows), saved[1][1:])
-    *lines, compared, judged = capfd.readouterr().out.splitlines()
+    *lines, compared, judged, _ = capfd.readouterr().out.splitlines()
     assert compared == "  not compared with one process: it was resumed"
     assert judged == "  ok: bytes sent and held agree with the formulas"
     [said] = [line for line in lines if "resumed from" in line]

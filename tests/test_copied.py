@@ -4,7 +4,6 @@ one process."""
 import functools
 import importlib.util
 import itertools
-import pathlib
 import textwrap
 
 import pytest
@@ -596,16 +595,16 @@ def test_usage_of_expert_parallel(ep):
 
 @on_top_of("collectives", 3)
 def test_usage_of_collectives(collectives):
-    """The training loop of docs/learn/collectives.md, and the other calls of the docstring."""
-    page = (pathlib.Path(__file__).parent.parent / "docs" / "learn" / "collectives.md").read_text()
-    loop = page[page.index("    target_count = torch.tensor") :].partition("\n\n")[0]
+    """A data-parallel step, and the calls of the docstring."""
     calls = usage(collectives.all_reduce)
     torch.manual_seed(0)
     x, y, model = torch.randn(12, 6).double(), torch.randint(5, (12,)), nn.Linear(6, 5).double()
     share, rank = torch.arange(12).split([6, 4, 2])[dist.get_rank()], dist.get_rank()
-    names = dict(F=F, group=None, model=model, rows=x[share], targets=y[share])
-    names |= vars(collectives) | {"x": torch.tensor([rank + 1.0]), "gradient": torch.ones(1)}
-    exec(textwrap.dedent(loop) + "\n" + calls, names)
+    (F.cross_entropy(model(x[share]), y[share], reduction="sum") / len(y)).backward()
+    for p in model.parameters():
+        collectives.all_reduce(p.grad)
+    names = dict(vars(collectives), x=torch.tensor([rank + 1.0]), gradient=torch.ones(1))
+    exec(calls, names)
     expected = torch.autograd.grad(F.cross_entropy(model(x), y), list(model.parameters()))
     torch.testing.assert_close([p.grad for p in model.parameters()], list(expected))
     assert names["x"].tolist() == names["gradient"].tolist() == [3]
