@@ -603,13 +603,14 @@ def test_usage_of_collectives(collectives):
     (F.cross_entropy(model(x[share]), y[share], reduction="sum") / len(y)).backward()
     for p in model.parameters():
         collectives.all_reduce(p.grad)
-    names = dict(vars(collectives), x=torch.tensor([rank + 1.0]), gradient=torch.ones(1))
+    names = vars(collectives) | dict(group=None, x=torch.ones(1) + rank, gradient=torch.ones(1))
     exec(calls, names)
     expected = torch.autograd.grad(F.cross_entropy(model(x), y), list(model.parameters()))
     torch.testing.assert_close([p.grad for p in model.parameters()], list(expected))
     assert names["x"].tolist() == names["gradient"].tolist() == [3]
     model.zero_grad()
-    names |= dict(x=x[share], y=y[share], target_count=12, cross_entropy=F.cross_entropy)
+    names |= dict(x=x[share], y=y[share], model=model, target_count=12)
+    names["cross_entropy"] = F.cross_entropy
     names["optimizer"] = torch.optim.SGD(model.parameters())
     run_usage(collectives.plain_ring_all_reduce, **names)
     torch.testing.assert_close([p.grad for p in model.parameters()], list(expected))

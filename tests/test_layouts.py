@@ -317,7 +317,7 @@ gradients summed twice: ddp:DDP.finish
 tied gradients never meet: ddp:DDP.finish
     in bucket.further_groups: -> in ():
     sgd --pp 3 --layers 3 -> step 1, backward -> add up to the right one: never summed over tied
-    grouped --tp 4 -> step 1, backward -> add up to the right one: never summed over kv
+    grouped --tp 4 -> step 1, backward -> attn.qkv.weight: off by
 averaged once too often: ddp:DDP.finish
     for bucket in self.buckets: -> + a_bias(self).div_(dist.get_world_size())
     sgd --dp 3 -> step 1, backward -> averaged once too often
@@ -357,8 +357,8 @@ first piece on every rank: tensor_parallel:span
 all shards equal: harness.placement:placement
     "placement", {}) -> "placement", {}) | first_cuts(parameter)
     sgd --tp 2 -> before step 1: the weight of -> ranks 0, 1 have the same shard
-shared kv-heads counted twice: tensor_parallel:shard
-    dist.get_rank(shared_by) > 0 -> False
+shared kv-heads counted twice: zero:is_counted
+    if placed(p, "duplicate", False): -> if False:
     grouped --tp 4 --zero 1 -> step 1, the norm ->
 bias on every rank: tensor_parallel:RowParallelLinear.forward
     self.weight)) -> self.weight, self.bias))\n    return y
