@@ -5,11 +5,12 @@
     rank 2   rows 8..11   forward  backward --+
 
 Sent      The gradients, once a step. Each of N ranks in a ring all-reduce sends 2 r P e bytes, with
-          P parameters of e bytes and r = (N-1)/N. There are three ways to add them up, `--sync`:
+          P parameters of e bytes and r = (N-1)/N. There are four ways to add them up, `--sync`:
 
           naive       after backward, one all-reduce per parameter
           bucketed    after backward, one per bucket of parameters: fewer, larger messages
           overlapped  one per bucket, as soon as backward has filled it: backward goes on
+          server      one rank adds up, takes the step, sends the weights: parameter_server.py
 
 Backward  The model's own: the gradient of a sum is the sum of the gradients. A rank's loss is the
           sum over its tokens, divided by the number of tokens in the whole batch, so the ranks'
@@ -230,14 +231,15 @@ def join_after_exception(sync):
 
 import collectives
 import harness
+import parameter_server
 import proof
 import receipts.ddp as receipt
 
 
 def main():
     parser = harness.parser(__doc__)
-    ways, why = ["naive", "bucketed", "overlapped"], "how to add up; a server: parameter_server.py"
-    parser.add_argument("--sync", choices=ways, default="overlapped", help=why)
+    ways = ["naive", "bucketed", "overlapped", "server"]
+    parser.add_argument("--sync", choices=ways, default="overlapped", help="how to add up")
     why = "of a bucket: large ones send faster, small ones start earlier. For large models take 25"
     parser.add_argument("--bucket-mb", **harness.MEGABYTES, default=0.5, help=why)
     why = "who adds up a bucket: torch.distributed, or an algorithm of collectives.py"
@@ -245,7 +247,9 @@ def main():
     parser.add_argument("--all-reduce", choices=sums, default="torch", help=why)
     args = parser.parse_args()
     harness.configure(args)
-    proof.launch(demo, args, check=functools.partial(receipt.check, args))
+    args.staleness = None  # of the parameter server: all workers wait for each step
+    train = parameter_server.demo if args.sync == "server" else demo
+    proof.launch(train, args, check=functools.partial(receipt.check, args))
 
 
 def demo(run):  # run: the harness's data, receipt and checks

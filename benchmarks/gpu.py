@@ -45,9 +45,9 @@ STEPS, WARM_UP, TURNS = 30, 10, 2  # steps, of these not counted, turns of each 
 PROFILED = 3  # steps of a run that train.py --profile-to traces
 
 TECHNIQUES = ["collectives.py", "zero.py --stage 1", "zero.py --stage 2", "fsdp.py", "muon.py"]
-TECHNIQUES += [f"ddp.py --sync {way}" for way in ("naive", "bucketed", "overlapped")]
-TECHNIQUES += ["parameter_server.py", "tensor_parallel.py", "sequence_parallel.py"]
-TECHNIQUES += ["expert_parallel.py", "diloco.py --stream 2 --stream-delay 1 --outer-bits 4"]
+TECHNIQUES += [f"ddp.py --sync {way}" for way in ("naive", "bucketed", "overlapped", "server")]
+TECHNIQUES += ["tensor_parallel.py", "sequence_parallel.py", "expert_parallel.py"]
+TECHNIQUES += ["diloco.py --stream 2 --stream-delay 1 --outer-bits 4"]
 TECHNIQUES += [f"context_parallel.py --kind {kind}" for kind in ("ring", "gather", "ulysses")]
 PIPELINE = "pipeline.py --layers 16 --microbatches 16 --schedule"
 TECHNIQUES += [f"{PIPELINE} {name}" for name in zero_bubble.ALL_SCHEDULES]

@@ -9,7 +9,7 @@ from receipts.formulas import SCALAR, Group, add, held, parameters_of, sizes_of,
 
 def check(args, world):
     """Refuse flags that do not go together on `world` ranks."""
-    if args.all_reduce != "torch" and args.sync == "naive":
+    if args.all_reduce != "torch" and args.sync in ("server", "naive"):
         raise Refused("--all-reduce needs buckets: use --sync bucketed or overlapped")
     check_batch(args, world)
 

@@ -21,7 +21,7 @@ MIXTURE = "--family llama --kv-heads 2 --experts 8"
 # and 5% for other versions. Lower it where it falls
 CASES = [
     ("ddp", SMALL, 1, 3, 160),
-    ("parameter_server", SMALL, 0, 3, 170),
+    ("ddp", f"{SMALL} --sync server", 0, 3, 170),
     ("zero", f"{SMALL} --stage 2 --param-dtype bfloat16", 1, 3, 200),
     ("zero", f"{SMALL} --stage 3", 1, 3, 200),
     ("zero", f"{SMALL} --stage 2 --param-dtype bfloat16 --offload", 1, 3, 200),

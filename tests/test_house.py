@@ -63,8 +63,8 @@ CEILINGS = {
     "benchmarks": 2670,
 }
 DEMO = "# --- demo ---"
-# Demos that a lesson runs for another one: fsdp.py's is zero.py's
-HANDED_OVER = {"zero.demo", "pipeline.main"}
+# Demos that a lesson runs for another one: `ddp.py --sync server`, and fsdp.py's
+HANDED_OVER = {"zero.demo", "parameter_server.demo", "pipeline.main"}
 
 
 def files():
