@@ -303,8 +303,8 @@ def placement(parameter):
     shape    of the whole
     cuts     {dimension: (group, start, length)}: each rank of the group has another shard
 
-    Other techniques add partial, copies and data: docs/use/two-techniques.md."""
-    default = dict(shape=tuple(parameter.shape), cuts={}, copies=[], partial=[], data=None)
+    Other techniques add partial and data: docs/use/two-techniques.md."""
+    default = dict(shape=tuple(parameter.shape), cuts={}, partial=[], data=None)
     return default | getattr(parameter, "placement", {})
 
 
@@ -404,9 +404,6 @@ def parallelize_experts(model, group, data_group=None, **options):
         for name, p in list(mixture.experts.named_parameters()):
             setattr(mixture.experts, name, shard_experts(p, group, data_group))
         mixture.dispatch = ExpertDispatch(sizes, group, **options)
-    for p in model.parameters():
-        if not split_over(p, group):  # harness.grad_norm counts one of these copies
-            p.placement = placement(p) | {"copies": [*placement(p)["copies"], group]}
     return model
 
 
@@ -453,7 +450,7 @@ def demo(run):
             loss += part.detach()
         sum_replicated_gradients(parameters, group)
         dist.all_reduce(loss, group=group)
-        norm = harness.grad_norm(parameters, [group])  # over the experts of all ranks
+        norm = harness.grad_norm(parameters)  # over the experts of all ranks
         run.check(loss, norm, model.named)
         harness.clip(parameters, norm, args.grad_clip)
         optimizer.step()

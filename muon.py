@@ -253,15 +253,18 @@ class Muon:
         the ranks with the other stages of a pipeline."""
         self.finish()
         total = torch.zeros((), dtype=torch.float64, device=self.buckets[0].weights.device)
-        cut_groups = dict.fromkeys(group for bucket in self.buckets for group in bucket.cut_groups)
+        own = [bucket.cut_groups for bucket in self.buckets if bucket.group is self.group]
+        cut_groups = next(filter(None, own), ())  # whole parameters are replicated over these
+        squares = {}  # {the groups whose ranks share out parameters: of this rank's parts}
         for bucket in self.buckets:
+            groups = bucket.group, *(bucket.cut_groups or cut_groups)
+            square = squares.setdefault(groups, total.clone())
             if is_counted_here(bucket, cut_groups, pipeline_group):
                 norm = torch.linalg.vector_norm(bucket.own_gradient, dtype=torch.float64)
-                total += norm.square()
-        for group in [self.group, *cut_groups, pipeline_group]:
-            if group is not None and dist.get_world_size(group) > 1:
-                dist.all_reduce(total, group=group)
-        return total.sqrt()
+                square += norm.square()
+        for groups, square in squares.items():
+            total += sum_over(groups, square)
+        return sum_over([pipeline_group], total).sqrt()
 
     def clip(self, norm, limit):
         """Scale the gradients so that their global norm is at most `limit` (0: leave them). norm:
@@ -398,23 +401,22 @@ class ShardedMuon(PlainMuon):
 
 def place_of(p, group):
     """Which ranks have p: the ranks that split its replica; groups over which its gradient is a
-    partial sum; groups that cut it, but for those within `group`, over which the norm is summed
-    anyway."""
-    cut_groups = [g for g, _, _ in placed(p, "cuts", {}).values() if not is_within(g, group)]
-    return placed(p, "data", group), tuple(placed(p, "partial", ())), tuple(cut_groups)
+    partial sum; groups that cut it."""
+    cut_groups = tuple(group for group, _, _ in placed(p, "cuts", {}).values())
+    return placed(p, "data", group), tuple(placed(p, "partial", ())), cut_groups
 
 
 def is_counted_here(bucket, cut_groups, pipeline_group):
     """Whether the norm counts this rank's gradient. Of ranks that have the same the first does."""
     if placed(bucket.parameters[0], "duplicate", False):
         return False
-    replicated_over = [group for group in cut_groups if group not in bucket.cut_groups]
+    replicated_over = [] if bucket.cut_groups else list(cut_groups)
     if pipeline_group is not None:  # two stages may have one matrix
         replicated_over += [g for g in bucket.partial if is_within(g, pipeline_group)]
     return all(dist.get_rank(group) == 0 for group in replicated_over)
 
 
-# The next two are as in zero.py
+# The rest is as in zero.py
 def placed(p, key, default):
     """An entry of p.placement, written by another kind of parallelism (docs/use/two-techniques.md):
     "data", the group of its replicas; "partial", groups over which its gradient is a partial sum;
@@ -425,6 +427,13 @@ def placed(p, key, default):
 
 def is_within(inner, outer):
     return set(dist.get_process_group_ranks(inner)) <= set(dist.get_process_group_ranks(outer))
+
+
+def sum_over(groups, tensor):
+    for group in groups:
+        if group is not None and dist.get_world_size(group) > 1:
+            dist.all_reduce(tensor, group=group)
+    return tensor
 
 
 # --- mistakes that would be silent: refused

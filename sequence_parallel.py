@@ -258,23 +258,29 @@ def shard_last(group, module, args):
     return (*others, None if last is None else shard_positions(last, group))
 
 
-def parallelize_sequence(model, group, keep_gathered=True, kv_group=None):
+def parallelize_sequence(
+    model, group, keep_gathered=True, kv_group=None, whole_experts=False
+):
     """parallelize_tensors, then f and g replaced. Raises ValueError as that does.
 
     keep_gathered: hold what f gathered until backward, or gather it again there. tokens, targets,
     positions and samples stay whole on every rank. A pipeline stage without an embedding takes
     x (B, T/t, C), as the stage before it returned it, and needs positions (T,). Gradients are
-    partial sums after backward: see `reduce_partial`."""
-    parallelize_tensors(model, group, kv_group)
+    partial sums after backward: see `reduce_partial`.
+
+    whole_experts: each rank sends its own tokens to experts. expert_parallel.py must deal these out
+    over a group with all tensor-parallel ranks' tokens, before or after."""
+    parallelize_tensors(model, group, kv_group, whole_experts)
     if model.embed is not None:
         model.embed.token.leave = SequenceLeave(group)
     for block in model.blocks.values():
         block.attn.enter = SequenceEnter(group, block.attn.enter.layers, keep_gathered)
         block.attn.proj.leave = SequenceLeave(group)
         mlp = block.mlp
-        if model.config.experts:  # the router sees split tokens; its choice is gathered with them
+        if model.config.experts and not whole_experts:  # the router's choice is gathered with x
             mlp.enter = SequenceEnter(group)
             mlp.leave = SequenceLeave(group)
+        if model.config.experts:
             mlp.router.sum_over_sequence = Leave(group)  # each rank's router saw T/t tokens
             mlp = mlp.shared
         if mlp is not None:
@@ -285,7 +291,8 @@ def parallelize_sequence(model, group, keep_gathered=True, kv_group=None):
     for name, module in model.named_modules():
         if name.endswith(("drop", "position")):  # embed's position and drop, attn_drop, mlp_drop
             module.register_forward_pre_hook(functools.partial(shard_last, group))
-    mark_partial(model.parameters(), group)
+    others = [p for name, p in model.named_parameters() if ".experts." not in name]
+    mark_partial(others, group)  # experts see all tokens
     return model
 
 
@@ -330,7 +337,7 @@ def demo(run):
             part.backward()
             loss += part.detach()  # the same on every rank
         reduce_partial(parameters)
-        norm = harness.grad_norm(parameters, [group])
+        norm = harness.grad_norm(parameters)
         run.check(loss, norm, model.named)
         harness.clip(parameters, norm, args.grad_clip)
         optimizer.step()

@@ -374,8 +374,8 @@ def placement(parameter):
     shape    of the whole
     cuts     {dimension: (group, start, length)}: each rank of the group has another shard
 
-    Other techniques add partial, copies and data: docs/use/two-techniques.md."""
-    default = dict(shape=tuple(parameter.shape), cuts={}, copies=[], partial=[], data=None)
+    Other techniques add partial and data: docs/use/two-techniques.md."""
+    default = dict(shape=tuple(parameter.shape), cuts={}, partial=[], data=None)
     return default | getattr(parameter, "placement", {})
 
 
@@ -496,23 +496,24 @@ def cut_qkv(attn, group, kv_group):
     attn.qkv = ColumnParallelLinear(attn.qkv, group, kv_group, rows)
 
 
-def parallelize_tensors(model, group, kv_group=None):
+def parallelize_tensors(model, group, kv_group=None, whole_experts=False):
     """Cut a GPT over `group`, in place, and return it; on the meta device too. Any of embedding,
     blocks and head may be missing. Make the optimizer afterwards: parameters are replaced. Raises
     ValueError where heads do not divide, and for a model that is cut already. kv_group: of
-    `cut_qkv`."""
+    `cut_qkv`. whole_experts: leave the experts as they are."""
     check_heads(model.config, dist.get_world_size(group))
     for block in model.blocks.values():
         attn, mlp = block.attn, block.mlp
         cut_qkv(attn, group, kv_group)
         attn.enter = Enter(group, [attn.qkv])
         attn.proj = RowParallelLinear(attn.proj, group)
-        if model.config.experts:  # the hidden units of every expert; the router stays whole
+        if model.config.experts and not whole_experts:  # every expert's hidden units
             mlp.enter = Enter(group)
             mlp.leave = Leave(group)
             mlp.experts.gate = shard(mlp.experts.gate, 1, group)  # (E, out, in)
             mlp.experts.up = shard(mlp.experts.up, 1, group)
             mlp.experts.down = shard(mlp.experts.down, 2, group)
+        if model.config.experts:  # the router stays whole
             mlp = mlp.shared  # its input is x before the f above: it needs one too
         if mlp is not None:
             mlp.up = ColumnParallelLinear(mlp.up, group)
@@ -528,9 +529,6 @@ def parallelize_tensors(model, group, kv_group=None):
         model.loss = VocabParallelCrossEntropy(model.config.vocab, group)
         if model.config.tied and model.embed is not None:
             model.head.out.weight = model.embed.token.weight
-    for p in model.parameters():
-        if not split_over(p, group):  # harness.grad_norm counts one of these copies
-            p.placement = placement(p) | {"copies": [*placement(p)["copies"], group]}
     return model
 
 

@@ -14,7 +14,8 @@ and pp outermost. Here dp 2, tp 2, pp 2 on 8 ranks:
 
 cp splits each sequence over ranks that hold the same weights, so data-parallel groups have dp x cp
 ranks. ep takes no ranks of its own: the experts are dealt out over ep of these dp x cp ranks, and
-each expert has dp x cp / ep copies. --islands N is outside all: N such meshes, which average their
+each expert has dp x cp / ep copies. With --fold-experts ep is a part of dp x cp x tp, and a rank's
+experts are whole. --islands N is outside all: N such meshes, which average their
 weights rarely (trainer/islands.py); batch, loss and norm below are then those of an island.
 
 Batch, loss and gradient norm are global: --batch counts the sequences of all ranks, the loss is the
@@ -100,7 +101,9 @@ def mesh(args, schedule, config):
     ranks = torch.arange(math.prod(size)).view(size)
     dp = ranks.flatten(2, 3).transpose(2, 3)  # (islands, pp, tp, dp cp)
     cp = ranks.transpose(3, 4).unflatten(4, cp_shape(args))  # (islands, pp, dp, tp, ring, ulysses)
-    experts = dp.unflatten(3, (-1, args.ep))  # (islands, pp, tp, copies, ep)
+    experts = ranks.flatten(2) if args.fold_experts else dp  # consecutive ranks, with tp's or not
+    experts = experts.unflatten(-1, (-1, args.ep))  # (islands, pp, perhaps tp, copies, ep)
+    copies = experts.transpose(-1, -2)
     pp = ranks.flatten(2).transpose(1, 2)  # (islands, dp cp tp, pp)
     tied = pp[..., [schedule.owner[0], schedule.owner[schedule.last]]]
 
@@ -120,9 +123,9 @@ def mesh(args, schedule, config):
     if args.tp > config.kv_heads:
         groups["kv"] = own_group(ranks.unflatten(4, (config.kv_heads, -1)))
     if args.ep > 1:  # ranks that share one copy of the experts; those with the same experts
-        groups |= {"ep": own_group(experts), "copies": own_group(experts.transpose(3, 4))}
+        groups |= {"ep": own_group(experts), "copies": own_group(copies)}
     if args.zero_ranks:  # "inside" splits one copy of the states, "across" has the same shards
-        views = zero_flags.split_ranks(dp, args.zero_ranks, args.ep)
+        views = zero_flags.split_ranks(dp, args.zero_ranks, copies if args.ep > 1 else None)
         groups |= {name: own_group(view) for name, view in views.items()}
     if args.islands > 1:  # all ranks of an island; those with the same place in every island
         groups |= {"island": own_group(ranks.flatten(1)), "islands": own_group(ranks.flatten(1).T)}
@@ -143,8 +146,8 @@ def build(run, schedule, groups, turns):
     parts = harness.split(run.meta_model, layers, stages, groups["tied"])
     for part in parts.values():
         if args.sp:
-            keep_gathered = not args.gather_again
-            sequence_parallel.parallelize_sequence(part, tp, keep_gathered, groups.get("kv"))
+            options = dict(keep_gathered=not args.gather_again, whole_experts=args.fold_experts)
+            sequence_parallel.parallelize_sequence(part, tp, kv_group=groups.get("kv"), **options)
         elif args.tp > 1:
             tensor_parallel.parallelize_tensors(part, tp, groups.get("kv"))
         else:
@@ -196,7 +199,7 @@ def data_parallel(run, model, groups):
         all_reduce = functools.partial(harness.all_reduce, async_op=True)
         # uses(): a matrix that two stages of this rank share is listed twice, like its gradients
         sync = ddp.DDP(model.uses(), dp, all_reduce=all_reduce, **buckets)
-        return DDPAndOptimizer(sync, harness.make_optimizer(model.parameters(), args), groups)
+        return DDPAndOptimizer(sync, harness.make_optimizer(model.parameters(), args))
 
     options = dict(
         make_optimizer=functools.partial(harness.make_optimizer, args=args),
@@ -219,15 +222,13 @@ class DDPAndOptimizer:
 
     gather_full = staticmethod(list)  # nothing is split
 
-    def __init__(self, sync, optimizer, groups):
+    def __init__(self, sync, optimizer):
         self.parameters, self.optimizers = sync.parameters, [optimizer]
         self.zero_grad, self.finish = sync.zero_grad, sync.finish
         self.step, self.param_groups = optimizer.step, optimizer.param_groups
-        # A layer's parameters are cut over these
-        self.cut_over = [groups[name] for name in ("tp", "ep") if name in groups]
 
     def grad_norm(self, pipeline_group):
-        return harness.grad_norm(self.parameters, [*self.cut_over, pipeline_group])
+        return harness.grad_norm(self.parameters, [pipeline_group])
 
     def clip(self, norm, limit):
         harness.clip(self.parameters, norm, limit)

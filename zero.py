@@ -134,7 +134,7 @@ class ZeRO:
         self.reductions = []  # (bucket, wait) of those on their way
         self.replica_sums = []  # the same over the replicas of HSDP: works
         self.last_call = None  # "zero_grad", "unfinished backward", "backward" or "finish"
-        self.cut_groups = find_cut_groups(model.parameters(), group if stage > 0 else None)
+        self.cut_groups = find_cut_groups(model.parameters())
         # 1  The parameters are dealt out to buckets, and become views of them
         self.buckets, view_of, places = [], {}, self.find_places()
 
@@ -293,19 +293,23 @@ class ZeRO:
         """The norm of the whole gradient: a float64 scalar, the same on all ranks. pipeline_group:
         the ranks with the other stages of a pipeline."""
         self.finish()
-        dtype = self.buckets[0].reduce_dtype
-        counted = [self.buckets[0].weights.new_zeros(1, dtype=dtype)]  # there may be nothing else
+        counted = {}  # {the groups whose ranks share out parameters: this rank's parts}
         for bucket in self.trainable:
             parts = bucket.gradient_shard.split(bucket.piece_sizes)
             for p, part in zip(bucket.parameters, parts):
+                groups = groups_cutting(p) or self.cut_groups
+                if self.stage > 0:
+                    groups = [placed(p, "data", self.group), *groups]
+                # A zero, because this rank may have no part that counts
+                held = counted.setdefault(tuple(groups), [part.new_zeros(1)])
                 if is_counted(p, self.cut_groups, pipeline_group, bucket.place.across):
-                    counted.append(part)
-        norms = torch._foreach_norm(counted, dtype=torch.promote_types(dtype, torch.float32))
-        total = torch.stack(norms).double().square().sum()
-        for group in [self.group if self.stage > 0 else None, *self.cut_groups, pipeline_group]:
-            if group is not None and dist.get_world_size(group) > 1:
-                dist.all_reduce(total, group=group)
-        return total.sqrt()
+                    held.append(part)
+        total = self.buckets[0].weights.new_zeros((), dtype=torch.float64)
+        for groups, parts in counted.items():
+            dtype = torch.promote_types(parts[0].dtype, torch.float32)
+            square = torch.stack(torch._foreach_norm(parts, dtype=dtype)).double().square().sum()
+            total += sum_over(groups, square)
+        return sum_over([pipeline_group], total).sqrt()
 
     def clip(self, norm, limit):
         """Scale the gradients so that their global norm is at most `limit` (0: leave them)."""
@@ -595,25 +599,29 @@ def is_within(inner, outer):
     return set(dist.get_process_group_ranks(inner)) <= set(dist.get_process_group_ranks(outer))
 
 
-def find_cut_groups(parameters, data_group):
-    """The groups over which parameters are cut, and over which the norm is summed. data_group: the
-    norm is summed over its ranks anyway (None: it is not), so groups within it are left out."""
-    groups = {}
-    for p in parameters:
-        groups |= dict.fromkeys(groups_cutting(p))
-    return [g for g in groups if data_group is None or not is_within(g, data_group)]
+def find_cut_groups(parameters):
+    """The groups over which whole parameters are replicated, because others are cut over them."""
+    cuts = (groups_cutting(p) for p in parameters if not placed(p, "data", None))
+    return next(filter(None, cuts), [])
 
 
 def is_counted(p, cut_groups, pipeline_group, across):
     """Whether the norm counts this rank's part of p. Of ranks with the same part the first does."""
     if placed(p, "duplicate", False):
         return False
-    replicated_over = [group for group in cut_groups if group not in groups_cutting(p)]
+    replicated_over = [] if groups_cutting(p) else list(cut_groups)
     if across is not None:
         replicated_over.append(across)
     if pipeline_group is not None:  # several stages may have one matrix
         replicated_over += [g for g in placed(p, "partial", ()) if is_within(g, pipeline_group)]
     return all(dist.get_rank(group) == 0 for group in replicated_over)
+
+
+def sum_over(groups, tensor):
+    for group in groups:
+        if group is not None and dist.get_world_size(group) > 1:
+            dist.all_reduce(tensor, group=group)
+    return tensor
 
 
 # --- mistakes that would be silent: refused

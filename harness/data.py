@@ -138,8 +138,7 @@ def find(source):
 
 
 def encode(files, encoding, source, mark):
-    """The tokens of all documents: files, or what lies between two marks of a file. Skips files
-    that are not text."""
+    """The tokens of all documents: text files, or what lies between two marks of such a file."""
     size = sum(file.stat().st_size for file in files)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if size > memory / 16:  # the bytes, the characters, and 8 bytes for each token

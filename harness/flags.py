@@ -56,8 +56,7 @@ class Parser(argparse.ArgumentParser):
         raise Refused(f"{short(message, 400)} (-h lists the usual flags, --help-all all)")
 
     def parse_args(self, args=None, namespace=None):
-        """The flags. Refuses an empty text, as of a shell variable that is not set: only a prompt
-        may be empty."""
+        """The flags. Refuses an empty text, as of an unset shell variable; but not a prompt."""
         args = super().parse_args(args, namespace)
         for name, value in vars(args).items():
             if value == "" and name != "prompt":

@@ -33,8 +33,7 @@ def attend(store, me, timeout):
 
 
 def answer(store, rank):
-    """Answer a roll call. End the process if another rank has failed: its peers may wait for
-    ever."""
+    """Answer a roll call. End the process if another rank has failed: its peers may wait."""
     with contextlib.suppress(Exception):  # the store may end before this rank
         while not store.check(["roll"]):
             if store.check(["failed"]):

@@ -5,7 +5,7 @@ import math
 import torch
 import torch.distributed as dist
 
-from harness.placement import is_first
+from harness.placement import is_first, placement
 
 
 def learning_rate(step, args):
@@ -32,17 +32,25 @@ def make_optimizer(parameters, args):
 
 
 def grad_norm(parameters, groups=()):
-    """The norm of the whole model's gradient: a float64 scalar, the same on all ranks.
+    """The norm of the whole model's gradient: a float64 scalar, the same on all ranks. Shards are
+    added up over the groups that cut them; of ranks with a whole parameter the first counts it.
 
-    groups: the groups over which the model is cut, by layer or within layers. Each element counts
-    once: if all ranks of a group hold the same parameter, the group's first rank counts it."""
+    groups: those whose ranks have other layers."""
     parameters = list(parameters)
     device = parameters[0].device if parameters else None
-    counted = [p.grad for p in parameters if p.grad is not None and is_first(p, groups)]
+    cuts = [tuple(group for group, _, _ in placement(p)["cuts"].values()) for p in parameters]
+    copied_over = next(filter(None, cuts), ())
+    shards = {}  # {the groups that are added up: gradients}
+    for p, cut_over in zip(parameters, cuts):
+        counted = shards.setdefault(cut_over or copied_over, [p.new_zeros(1)])
+        if p.grad is not None and is_first(p, () if cut_over else copied_over):
+            counted.append(p.grad)
     total = torch.zeros((), dtype=torch.float64, device=device)
-    if counted:
+    for cut_over, counted in shards.items():
         dtype = torch.promote_types(counted[0].dtype, torch.float32)
-        total += torch.stack(torch._foreach_norm(counted, dtype=dtype)).double().square().sum()
+        square = torch.stack(torch._foreach_norm(counted, dtype=dtype)).double().square().sum()
+        sum_over(cut_over, square)
+        total += square
     sum_over(groups, total)
     return total.sqrt()
 
@@ -54,8 +62,7 @@ def sum_over(groups, tensor):
 
 
 def all_reduce(tensor, group, async_op=False):
-    """dist.all_reduce, without a message in a group of one rank, for which nccl would hold a
-    communicator."""
+    """dist.all_reduce, but not in a group of one rank, for which nccl would hold a communicator."""
     if dist.get_world_size(group) > 1:
         return dist.all_reduce(tensor, group=group, async_op=async_op)
 

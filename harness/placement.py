@@ -7,7 +7,6 @@ A technique that cuts a parameter, or copies it to other ranks, writes
         "cuts":    {dimension: (group, start, size)}
                    This rank holds whole[start : start + size] of the dimension. Its tensor may be
                    longer: then zeros follow, as padding
-        "copies":  groups whose ranks all hold the same piece
         "partial": groups over which the gradient is still a partial sum after backward
         "duplicate": whether another rank of a cut's group has the same piece, and counts it
         "data":    the data-parallel group of this parameter, if it has its own (experts)
@@ -22,7 +21,7 @@ import torch.distributed as dist
 
 def placement(parameter):
     """A parameter's placement, with defaults for the missing entries."""
-    whole = {"shape": tuple(parameter.shape), "cuts": {}, "copies": [], "partial": [], "data": None}
+    whole = {"shape": tuple(parameter.shape), "cuts": {}, "partial": [], "data": None}
     return whole | getattr(parameter, "placement", {})
 
 
@@ -38,9 +37,8 @@ def take(whole, parameter):
     return padded
 
 
-def is_first(parameter, groups):
+def is_first(parameter, copied_over):
     """Whether this rank counts a parameter that other ranks hold as well: whether it is the first
-    of each of `groups` with copies, and of each over which the gradient was a partial sum."""
-    place = placement(parameter)
-    copied = [group for group in place["copies"] if group in groups] + place["partial"]
-    return all(dist.get_rank(group) == 0 for group in copied)
+    of each group in copied_over, and of each over which the gradient was a partial sum."""
+    groups = [*copied_over, *placement(parameter)["partial"]]
+    return all(dist.get_rank(group) == 0 for group in groups)

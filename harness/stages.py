@@ -30,8 +30,7 @@ def split(make_model, layers, held, tied_group=None):
 
 
 class Stages(nn.Module):
-    """The stages of a rank as one module. If it holds both ends of a model, they share a tied
-    matrix."""
+    """The stages of a rank as one module. Both ends of a model share a tied matrix."""
 
     def __init__(self, parts):
         super().__init__()

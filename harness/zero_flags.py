@@ -59,17 +59,17 @@ def check_world(args, world):
     check_batch(args, world)
 
 
-def split_ranks(ranks, size, ep=1):
+def split_ranks(ranks, size, copies=None):
     """Deal rows of data-parallel ranks out to groups of `size` neighbours: {name: rows of ranks}.
 
     inside, across    a row of the first splits a copy, one of the second holds the same shards
-    copies inside, copies across    the same for the ranks with the same experts, every ep-th of a
-                      row of ranks. Where `size` neighbours have no two of them, a copy is whole"""
+    copies inside, copies across    the same for `copies`, rows of ranks with the same experts.
+                      Where `size` neighbours have no two of them, a copy is whole"""
     inside = ranks.unflatten(-1, (-1, size))
     rows = {"inside": inside, "across": inside.transpose(-1, -2)}
-    if ep > 1:
-        inside = ranks.unflatten(-1, (-1, max(size // ep, 1), ep)).transpose(-1, -2)
-        rows |= {"copies inside": inside, "copies across": inside.movedim(-3, -1)}
+    if copies is not None:
+        inside = copies.unflatten(-1, (-1, max(size * copies.shape[-1] // ranks.shape[-1], 1)))
+        rows |= {"copies inside": inside, "copies across": inside.transpose(-1, -2)}
     return rows
 
 

@@ -52,6 +52,11 @@ def check_chunks(flag, chunks, args, config):
 # --- what a rank sends and holds
 
 
+def ranks_of(args):
+    """How many of train.py's ranks the experts, and their copies, are dealt out over."""
+    return args.dp * args.cp * (args.tp if args.fold_experts else 1)
+
+
 def experts_here(config, group):
     """How many experts a rank has. Where they don't divide, the first ranks have one more."""
     each, more = divmod(config.experts, group.ranks)

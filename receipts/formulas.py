@@ -54,6 +54,7 @@ class Sizes:
     tp: int = 1  # ranks that split each layer
     sp: bool = False  # whether they split the tokens between layers
     gather_again: bool = False  # and do not keep what they gather
+    fold_experts: bool = False  # and have whole experts
     recompute: str = "none"
     in_flight: int | None = None  # blocks x micro-batches that wait for backward. None: all blocks
 
@@ -108,7 +109,7 @@ def sizes_of(args, config, ranks=1, **others):
         "moments": {"sgd": 0, "muon": 1, "adamw": 2}[args.optimizer],
         "masters": weights != args.dtype or getattr(args, "offload", False),
     }
-    for name in ("tp", "sp", "gather_again", "recompute"):
+    for name in ("tp", "sp", "gather_again", "fold_experts", "recompute"):
         if hasattr(args, name):
             step[name] = getattr(args, name)
     return Sizes(config, **step | others)
@@ -181,7 +182,7 @@ def held(sizes, text="P e", activations="what backward needs of the blocks"):
 class Parameter(NamedTuple):
     name: str
     elements: int  # of the rank's piece, with padding
-    cut: bool  # whether tensor parallelism cuts it
+    cut: bool  # whether tensor-parallel ranks have other pieces of it
     shared: bool  # whether several tensor-parallel ranks have one kv-head, and its part of qkv
     expert: bool
     users: tuple  # the units of the rank that use it
@@ -208,6 +209,8 @@ def parameters_of(sizes):
         cut = dimension is not None and dimension < len(shape)  # a bias has no inputs
         shared = words[-2] == "qkv" and sizes.tp > config.kv_heads
         shards = config.kv_heads if shared else sizes.tp
+        if expert and sizes.fold_experts:
+            shards = 1
         elements = 1
         for i, size in enumerate(shape):
             elements *= ceil(size, shards) if cut and i == dimension else size

@@ -9,28 +9,26 @@ def expected(sizes, group, scatter, scalars=1, partial=True):
     """(sent, held). scatter: the operation that a reduce-scatter is counted as. partial: whether
     whole parameters' gradients are summed here; ZeRO sums its shards of them itself."""
     config, blocks, recompute = sizes.config, sizes.blocks, sizes.recompute
-    keep, shared = not sizes.gather_again, bool(config.experts and config.shared)
+    keep, folded = not sizes.gather_again, sizes.fold_experts
+    # Layers of a block whose input may be gathered again: attention, and an MLP or shared experts
+    plain = 2 if config.shared or not config.experts else 1
+    layers = plain + bool(config.experts and not folded)  # that enter and leave
     tokens = sizes.sequences * sizes.length
     r = (group.ranks - 1) / group.ranks
-    # Messages of (tokens, C). A block's attention and its MLP each enter and leave, in forward and
-    # in backward; where inputs are not kept, backward gathers them again
+    # Messages of (tokens, C). A layer enters and leaves, in forward and in backward. Where inputs
+    # are not kept, backward gathers them again
     entries = 1 if keep else 2
-    gathers = (2 + 2 * entries) * blocks
-    scatters = 4 * blocks
+    gathers = (2 * layers + (entries - 1) * plain) * blocks
+    scatters = 2 * layers * blocks
     if sizes.embedding:
         gathers += 1
         scatters += 1
     if sizes.head:
         gathers += entries
         scatters += 1
-    if config.experts and not keep:
-        gathers -= blocks  # the experts' own entry keeps what it gathers
-    if shared:
-        gathers += (1 + entries) * blocks
-        scatters += 2 * blocks
     if recompute in WHOLE_BLOCKS:
-        gathers += (3 if shared else 2) * blocks
-        scatters += repeated(config) * blocks
+        gathers += layers * blocks
+        scatters += repeated(sizes) * blocks
     elif recompute == "selective" and keep:  # it runs the norms again
         gathers += blocks
         if config.mlp == "gelu" and not config.experts:
@@ -40,7 +38,7 @@ def expected(sizes, group, scatter, scalars=1, partial=True):
     reduced = scalars * SCALAR
     if sizes.head:
         reduced += 3 * tokens * sizes.exact
-    routed = tokens * config.top_k * blocks if config.experts else 0
+    routed = tokens * config.top_k * blocks if config.experts and not folded else 0
     if config.experts and config.balance_loss > 0:
         sums = blocks * sizes.sequences * (2 * config.experts + 1)
         reduced += sizes.forwards * sums * sizes.exact

@@ -13,7 +13,7 @@ def expected(sizes, group, scalars=1, partial=True):
     config, tokens = sizes.config, sizes.sequences * sizes.length
     each = 4
     if sizes.recompute in WHOLE_BLOCKS:
-        each += repeated(config)
+        each += repeated(sizes)
     text = f"{2 * each} r B T C e a block, 4 r B T C e + 6 r B T max(e, 4) for both ends; the norm"
     if config.experts and config.shared:
         each += 2
@@ -35,12 +35,12 @@ def shared_heads(sizes):
     return summed(group, shared * sizes.reduced, text) if shared else {}
 
 
-def repeated(config):
+def repeated(sizes):
     """How many all-reduces of a block its recomputation repeats (with sequence parallelism, how
     many reduce-scatters). Those of its forward except the last one, unless something that follows
-    the last one needs it in backward: dropout does."""
-    times = 1
-    if config.dropout > 0:
+    the last one needs it in backward: dropout does, and whole experts."""
+    times, config = 1, sizes.config
+    if config.dropout > 0 and not sizes.fold_experts:
         times += 1
     if config.experts and config.shared:
         times += 1

@@ -17,7 +17,7 @@ from receipts import (
     tensor_parallel,
     zero,
 )
-from receipts.formulas import Group, add, scatter_operation, sizes_of
+from receipts.formulas import SCALAR, Group, add, scatter_operation, sizes_of, summed
 
 
 class ExpertRows(expert_parallel.RowCounter):
@@ -64,18 +64,23 @@ def of_run(runner):
     tables = []
     if args.ep > 1:
         rows, chunks = runner.expert_rows.measured, args.expert_chunks
-        scalars = 0 if args.zero else 1  # the norm
-        tables.append(expert_parallel.expected(sizes, groups["ep"], rows, chunks, scalars))
+        tables.append(expert_parallel.expected(sizes, groups["ep"], rows, chunks, scalars=1))
+        if args.zero:
+            tables.append((summed(groups["copies"], SCALAR, "the norm"), {}))
         if args.schedule == "dualpipev" and args.zero < 3:
             passes = pipeline.stage_layers(config, schedule.last + 1), chunks, sizes.forwards
             notes += dualpipe.notes(runner.expert_rows, schedule, rank, *passes)
     if args.cp > 1:
         kind = args.cp_kind, args.cp_rings
         tables.append(context_parallel.expected(sizes, groups["cp"], *kind, scatter))
+    # Squared norms that are summed over tp: of experts that are dealt out, of the rest
+    norms = 2 if args.ep > 1 and not args.fold_experts else 1
     if args.sp:
-        tables.append(sequence_parallel.expected(sizes, groups["tp"], scatter, 1, not uses_zero))
+        tables.append(
+            sequence_parallel.expected(sizes, groups["tp"], scatter, norms, not uses_zero)
+        )
     else:
-        tables.append(tensor_parallel.expected(sizes, groups["tp"], 1, not uses_zero))
+        tables.append(tensor_parallel.expected(sizes, groups["tp"], norms, not uses_zero))
     messages = pipeline.boundaries(schedule, rank)
     tied = None if uses_zero else groups.get("tied")
     tables.append(pipeline.expected(sizes, groups["pp"], messages, tied))
@@ -120,6 +125,7 @@ def layout(args):
         "sp": args.tp if args.sp else 0,
         "recompute": 0 if args.recompute == "none" else args.recompute,
         "ep": args.ep if args.ep > 1 else 0,
+        "fold-experts": args.fold_experts,
     }
     shown |= {axis: size for axis, size in optional.items() if size}
     if args.cp > 1:

@@ -69,9 +69,7 @@ def main(args, prepare, train):
         args.gpus = args.gpus or [args.dp * args.cp * args.tp * args.pp]
         return planner.plan(args, cluster, prepare, train)
     if args.plot:
-        raise harness.Refused(
-            "--plot with --dry-run is gone: --plan --gpus 8,16,...,512 --plot NAME"
-        )
+        raise harness.Refused("--plot with --dry-run is gone: use --plan, with --gpus 8,16,...,512")
     check_counts(args.dp * args.cp * args.tp * args.pp, args.pp, args.microbatches or 1)
     args, config = prepare(args)
     check_playable(args, config)

@@ -4,6 +4,7 @@ import math
 from typing import NamedTuple
 
 from harness import Refused, outputs
+from receipts import expert_parallel as experts
 
 
 class Device(NamedTuple):
@@ -55,7 +56,7 @@ def beside_allocator(args):
     if args.cp_kind == "ring-ulysses":
         sizes += [args.cp] * 2
     if args.ep > 1:
-        sizes += [args.ep, args.dp * args.cp // args.ep]
+        sizes += [args.ep, experts.ranks_of(args) // args.ep]
     if args.zero_ranks:
         sizes += [args.zero_ranks, args.dp * args.cp // args.zero_ranks]
     return CONTEXT + sum(size > 1 for size in sizes) * COMMUNICATOR
@@ -81,8 +82,7 @@ def cluster_of(args):
 
 
 def described(text):
-    """The Device of NAME=80GB,989TFLOP/s,3.35TB/s or NAME=80GB,989TFLOP/s,3.35TB/s,70%. Raises
-    ValueError."""
+    """The Device of NAME=80GB,989TFLOP/s,3.35TB/s, perhaps with ,70%. Raises ValueError."""
     figures = text.partition("=")[2].upper().replace("/S", "").split(",")
     units = [("GB", 1e9), ("TFLOP", 1e12), ("TB", 1e12), ("%", 0.01)]
     if len(figures) < len(units):

@@ -119,8 +119,7 @@ class DryRun(proof.Run):
         self.modes.enter_context(self.ledger)
 
     def steps(self, optimizer, first=0, reference=None):
-        """Of the first step only the optimizer's states are needed; the second is the one that the
-        ledger watches."""
+        """Of the first step only the optimizer's states are needed. The ledger counts another."""
         optimizer.step()
         self.step, self.lr = self.measured, 0.0
         self.restart_clock()

@@ -19,8 +19,7 @@ LIKELY = 0.92, 1.24
 
 
 class Estimate(NamedTuple):
-    """Seconds of a step, and of the busiest rank's parts of it, which add up to it; model FLOPs a
-    device and second."""
+    """Seconds of a step, and of the busiest rank's parts of it; model FLOPs a device and second."""
 
     seconds: float
     parts: dict
@@ -81,8 +80,7 @@ def estimate(args, config, cluster, played, sums=None, slower=1.0):
 
 def parts_of_all(args, config, schedule, played):
     """A function that gives any action's Part. A stage that no rank played is like the nearest that
-    is no end of the model, or else like the first, by its number of layers; a micro-batch, like the
-    last but one."""
+    is at no end, or the first, by its number of layers; a micro-batch, like the last but one."""
     layers = [len(layers) for layers in schedules.stage_layers(config, schedule.last + 1)]
     known = {action: part for rank in played for action, part in rank.actions.items()}
     stages, last = {action.stage for action in known}, max(action.microbatch for action in known)

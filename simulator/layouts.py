@@ -23,15 +23,17 @@ def candidates(args, config, gpus):
             # Shorter pieces of sequences are for batches with fewer sequences than devices
             if cp > 1 and config.context < 2048 * cp and args.batch >= gpus:
                 continue
-            if args.batch % dp == 0 and dp * cp % args.ep == 0:
-                yield from of_ranks(args, config, dict(dp=dp, cp=cp, tp=tp, pp=pp, sp=tp > 1))
+            for fold in (False, True) if tp > 1 and args.ep > 1 else (False,):
+                ranks = dict(dp=dp, cp=cp, tp=tp, pp=pp, sp=tp > 1, fold_experts=fold)
+                if args.batch % dp == 0 and dp * cp * (tp if fold else 1) % args.ep == 0:
+                    yield from of_ranks(args, config, ranks)
 
 
 def of_ranks(args, config, ranks):
     """The layouts with these --dp to --sp."""
     pp = ranks["pp"]
     schedules = SCHEDULES if pp > 1 else SCHEDULES[:1]
-    splits = zero_splits(args, ranks["dp"] * ranks["cp"], ranks["tp"])
+    splits = zero_splits(args, ranks["dp"] * ranks["cp"], ranks["tp"], ranks["fold_experts"])
     kinds = [kind for kind in harness.RECOMPUTATIONS if not (kind == "half" and args.compile)]
     for (schedule, chunks), rows in itertools.product(schedules, (1, 2, 4, 8, 16)):
         m, rest = divmod(args.batch // ranks["dp"], rows)
@@ -47,7 +49,7 @@ def of_ranks(args, config, ranks):
             yield layout
 
 
-def zero_splits(args, ranks, tp):
+def zero_splits(args, ranks, tp, fold):
     """(stage, --zero-ranks) to try on so many data-parallel ranks: all of them, or those of a node.
     With --zero-ranks that size alone."""
     if args.optimizer == "muon":
@@ -59,7 +61,8 @@ def zero_splits(args, ranks, tp):
     elif rest == 0 and 1 < node < ranks:
         sizes.append(node)
     for stage, size in itertools.product((1, 2, 3), sizes):
-        fits = size is None or ranks % size == 0 and (size % args.ep == 0 or args.ep % size == 0)
+        group = (size or ranks) * (tp if fold else 1)  # of experts' ranks
+        fits = ranks % (size or ranks) == 0 and (group % args.ep == 0 or args.ep % group == 0)
         if ranks > 1 and fits:
             found.append((stage, size))
     return found
@@ -71,6 +74,7 @@ def words(args):
     found = [f"{axis} {getattr(args, axis)}" for axis in axes if getattr(args, axis) > 1]
     for is_set, text in (
         (args.sp, "sp"),
+        (args.fold_experts, "fold experts"),
         (args.zero, f"zero {args.zero}"),
         (args.zero_ranks, f"in groups of {args.zero_ranks}"),
         (args.offload, "offload"),

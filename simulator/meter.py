@@ -15,8 +15,7 @@ from simulator import kernels, links
 
 aten = torch.ops.aten
 CPU, META = torch.device("cpu"), torch.device("meta")
-# Seconds that the host takes to launch an operation: 4.2 microseconds from Python, measured beside
-# an H100
+# Seconds that the host takes to launch an operation from Python, measured beside an H100
 LAUNCH = 4.2e-6
 
 

@@ -17,7 +17,7 @@ from simulator.rough import play_pieces, rough
 # Of a plan's layouts one device is the beginning: of it the model and the dtypes are taken
 ONE_DEVICE = dict(dp=1, cp=1, tp=1, pp=1, ep=1, zero=0, microbatches=1, schedule="1f1b")
 ONE_DEVICE |= dict(chunks=None, cp_rings=None, zero_ranks=None, sp=False)
-ONE_DEVICE |= dict(gather_again=False, keep_gathered=False, reduce_once=False)
+ONE_DEVICE |= dict(gather_again=False, fold_experts=False, keep_gathered=False, reduce_once=False)
 ROWS, MOST = 6, 12  # of the table, and layouts that are played for it at most
 say = functools.partial(print, file=sys.stderr, flush=True)  # progress, beside the answer
 
@@ -161,8 +161,7 @@ def what_would_change(tried, best, config, cluster, pieces):
 
 
 def scaling(args, cluster, prepare, train):
-    """The best safe layout of each number of devices, or why there is none, as a table and a
-    picture."""
+    """Print and draw the best safe layout of each number of devices, or why there is none."""
     best, picture = {}, args.plot
     harness.check_plot(args)
     args.plot = None  # of the picture the layouts know nothing

@@ -167,7 +167,7 @@ def why_it_loses(one, best):
 # What a command says of the model, of numbers, and of the layout; what it need not say
 MODEL = "preset family init_from layers heads kv_heads width hidden context vocab experts top_k "
 MODEL += "shared dropout optimizer batch dtype param_dtype reduce_dtype compile offload islands "
-LAYOUT = "dp cp tp pp ep sp zero zero_ranks recompute microbatches schedule chunks"
+LAYOUT = "dp cp tp pp ep sp fold_experts zero zero_ranks recompute microbatches schedule chunks"
 USUAL = dict.fromkeys(("dp", "cp", "tp", "pp", "ep", "islands"), 1)
 USUAL |= dict(preset="tiny", optimizer="adamw", dtype="float32", recompute="none", schedule="1f1b")
 

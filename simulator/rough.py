@@ -15,6 +15,7 @@ import zero_bubble
 from proof import ledger
 from receipts import formulas, zero
 from receipts import pipeline as schedules
+from receipts.expert_parallel import ranks_of
 from simulator.dryrun import play_all
 from simulator.links import both, spread
 from simulator.meter import Part
@@ -31,37 +32,38 @@ class Piece(NamedTuple):
 
 
 def play_pieces(args, config, layouts, cluster, train):
-    """{(t, c, recomputation): Piece}, of all that the layouts need."""
-    keys = sorted({(one.tp, one.cp, one.recompute) for one in layouts})
+    """{piece_of(layout): Piece}, of all that the layouts need."""
+    # First those with a head
+    keys = sorted({piece_of(one) for one in layouts}, key=lambda key: (key[-1] != "none", key))
     jobs = []
-    for tp, cp, kind in keys:
+    for tp, cp, fold, kind in keys:
         one = copy.copy(args)
-        changed = dict(dp=1, cp=cp, tp=tp, pp=2, ep=1, sp=tp > 1, zero_ranks=None)
+        changed = dict(dp=1, cp=cp, tp=tp, pp=2, ep=1, sp=tp > 1, fold_experts=fold)
         changed |= dict(zero=1 if args.optimizer == "muon" else 0)
         changed |= dict(batch=1, microbatches=1, recompute=kind, schedule="1f1b", chunks=None)
-        vars(one).update(changed, islands=1, prove=0, offload=False)
+        vars(one).update(changed, islands=1, prove=0, offload=False, zero_ranks=None)
         # The head is the same for each kind: the last stage is played once
         jobs.append((one, [0, tp * cp] if kind == "none" else [0], 2))
     found, heads = {}, {}
-    for (tp, cp, kind), (first, *last) in zip(keys, play_all(jobs, cluster, train)):
+    for key, (first, *last) in zip(keys, play_all(jobs, cluster, train)):
         block = {action.kind: of_one(part) for action, part in first.actions.items()}
         if last:
-            heads[tp, cp] = {}
+            heads[key[:-1]] = {}
             for action, part in last[0].actions.items():
                 of_head = (a - 2 * b for a, b in zip(part, block[action.kind]))
                 moment = part.most - max(0, part.left)
-                heads[tp, cp][action.kind] = Part(*of_head)._replace(most=moment)
+                heads[key[:-1]][action.kind] = Part(*of_head)._replace(most=moment)
         step = first.rest.seconds / first.parameters
-        found[tp, cp, kind] = block, step, first.message
-    return {
-        (tp, cp, kind): Piece(block, heads[tp, cp], step, message)
-        for (tp, cp, kind), (block, step, message) in found.items()
-    }
+        found[key] = Piece(block, heads[key[:-1]], step, first.message)
+    return found
+
+
+def piece_of(args):
+    return args.tp, args.cp, args.fold_experts, args.recompute
 
 
 def of_one(part):
-    """A block's Part of two. What they have for a moment, beside what they leave, they have once,
-    one after the other."""
+    """A block's Part of two. What they have for a moment they have one after the other: once."""
     return part.scaled(1 / 2)._replace(most=part.most - max(0, part.left))
 
 
@@ -106,11 +108,13 @@ def states_held(args, sizes, layers, ends):
     ranks, and their copies over the others."""
     config, ranks = sizes.config, args.zero_ranks or args.dp * args.cp
 
+    ends = ends | {"fold_experts": args.fold_experts}
     parameters = functools.partial(parameters_held, config, args.tp, **ends)
     kinds = [(parameters(layers), ranks)]
     if args.ep > 1:
         plain, experts = parameters(layers, 0), -(-config.experts // args.ep)
-        kinds = [(plain, ranks), (parameters(layers, experts) - plain, max(1, ranks // args.ep))]
+        copies = max(1, ranks * ranks_of(args) // (args.dp * args.cp) // args.ep)
+        kinds = [(plain, ranks), (parameters(layers, experts) - plain, copies)]
     held = 0
     for count, split in kinds:
         states = zero.model_states(args.zero, split, *state_bytes(sizes))
@@ -121,8 +125,7 @@ def states_held(args, sizes, layers, ends):
 
 
 def rank_held(args, sizes, rank, piece, rows):
-    """(bytes that last, bytes that come and go) of the first rank of a stage. rows: of a
-    micro-batch."""
+    """(bytes that last, that come and go) of a stage's first rank. rows: of a micro-batch."""
     config = sizes.config
     lengths, ranks = layers_of(config, args.pp, args.chunks)
     first, last = rank == 0, rank == args.pp - 1
@@ -147,7 +150,7 @@ def rough(args, config, cluster, pieces):
     """({part of a step: seconds}, (bytes that last, bytes that come and go) of the fullest rank)"""
     sizes = formulas.sizes_of(args, config, args.dp, length=config.context // args.cp)
     pp, m, chunks = args.pp, args.microbatches, args.chunks or 1
-    piece = pieces[args.tp, args.cp, args.recompute]
+    piece = pieces[piece_of(args)]
     rows = args.batch // args.dp // m
     _, ranks = layers_of(config, pp, args.chunks)
     most = max(ranks)

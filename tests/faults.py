@@ -100,8 +100,7 @@ def apart(result, expected):
 
 
 def signals(trial, chance):
-    """Disturb a run at random moments, start-up and saves included, and start it again each
-    time."""
+    """Disturb a run at random moments, start-up and saves included. Start it again each time."""
     for i in range(trial.args.kills):
         process = trial.start(resume=i > 0, layout=chance.choice(LAYOUTS))
         time.sleep(chance.uniform(0, trial.seconds / trial.args.kills))

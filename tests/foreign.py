@@ -72,8 +72,7 @@ class Place(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A head that is tied to the embedding. With extras a module that is never used, and a frozen
-    parameter."""
+    """A head tied to the embedding. With extras an unused module, and a frozen parameter."""
 
     def __init__(self, make_block, layers=2, length=LENGTH, extras=False):
         super().__init__()
@@ -391,8 +390,7 @@ def train_step(use, step):
 
 
 def train(use, steps=STEPS, disturb=None):
-    """(losses and norms, gradients of the last step, weights after it). disturb(use, step): called
-    before each step."""
+    """(losses and norms, the last step's gradients, weights after it). disturb: before a step."""
     history, use.steps = [], 0
     for step in range(steps):
         if disturb:

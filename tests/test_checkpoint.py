@@ -1,5 +1,4 @@
-"""Checkpoints: from any layout into any other, whole or not at all, and refused where they are of
-another run."""
+"""Checkpoints: from any layout into any other, whole or not at all; another run's are refused."""
 
 import functools
 import itertools
@@ -101,6 +100,7 @@ LAYOUTS = {
         "--dp 2 --ep 2",
         "--tp 4 --dp 2 --ep 2 --zero 3",
         "--cp 2 --ep 2 --pp 2 --zero 1 --microbatches 2",
+        "--tp 2 --sp --dp 2 --ep 4 --fold-experts --zero 2",
         "--dp 1",
     ],
     "muon-moe": ["--dp 2 --tp 2 --ep 2", "--cp 2 --pp 2 --microbatches 2", "--dp 1"],
@@ -156,8 +156,7 @@ def test_sixteen_bits_count_their_steps_in_32(ranks, text, tmp_path):
 
 @pytest.fixture(scope="module")
 def saved(text, tmp_path_factory):
-    """A folder with checkpoints of steps 1, 2 and 3, written by two ranks, and the undisturbed
-    run."""
+    """A folder with checkpoints of steps 1, 2 and 3 by two ranks, and the undisturbed run."""
     out = tmp_path_factory.mktemp("saved") / "out"
     code, steps = layout(on_ranks, text, "--layers 2 --dp 2 --zero 1 --steps 4 --save-every 1", out)
     assert code == 0

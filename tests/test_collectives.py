@@ -1,5 +1,4 @@
-"""collectives.py: every collective against torch.distributed's, every cost against its formula, and
-the wire itself."""
+"""Every collective against torch.distributed's, every cost against its formula, and the wire."""
 
 import functools
 import json

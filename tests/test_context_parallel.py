@@ -1,5 +1,4 @@
-"""context_parallel.py against one process, against PyTorch's attention, and its bytes against the
-formulas."""
+"""context_parallel.py against one process, PyTorch's attention and the formulas of its bytes."""
 
 import contextlib
 import copy

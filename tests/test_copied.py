@@ -155,8 +155,7 @@ for technique, rows in TRAINED.items():
 
 @pytest.mark.parametrize("technique, ranks", LAUNCHES)
 def test_one_curve(copied, technique, ranks):
-    """Else a copied top trains another model than one process does: some loss, norm, gradient or
-    weight differs."""
+    """Else a copied top trains another model than one process does."""
     rows = [row[1:] for row in TRAINED[technique] if row[0] == ranks]
 
     def work(rank):

@@ -284,8 +284,7 @@ for row in ORDERS:
 
 @pytest.mark.parametrize("technique", TECHNIQUES)
 def test_calls_in_the_wrong_order(copied, technique):
-    """Else a step sums too much or too little without a word, or one that is refused spoils what
-    follows."""
+    """Else a step sums too much or too little without a word, or a refused one spoils the next."""
 
     def work(rank):
         for uses_of_row, calls, words in TECHNIQUES[technique]:

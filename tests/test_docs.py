@@ -27,8 +27,7 @@ LONG += ["tests.", "pytest", ".ci/run", "FOLDER", "--check", "proof.compare"]
 
 
 def commands():
-    """(page, command) of every command in a code block, two of them on a line or one, and of every
-    command in a sentence."""
+    """(page, command) of every command in a code block, one or two a line, and in a sentence."""
     found = []
     for page in PAGES:
         for line in page.read_text().splitlines():

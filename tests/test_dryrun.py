@@ -43,6 +43,7 @@ LAYOUTS = [
     f"--tp 2 --pp 2 {MIXTURE} --schedule zb-v --microbatches 3 --layers 4 --recompute half",
     "--cp 2 --cp-kind gather --tp 2 --sp --pp 2 --microbatches 3",
     f"--dp 4 --ep 2 --tp 2 --sp --optimizer muon {MIXTURE}",
+    f"--dp 2 --ep 4 --tp 2 --sp --fold-experts --zero 2 {MIXTURE}",
 ]
 CLUSTER = devices.Cluster(devices.DEVICES["h100"], 8, 450e9, 50e9)
 
@@ -54,8 +55,7 @@ def arguments(flags, base=BASE):
 
 
 def real(rank, args):
-    """What a real rank's ledger says, and the sizes of its experts' all-to-alls in the step that it
-    watches."""
+    """What a real rank's ledger says, and the sizes of its experts' all-to-alls in that step."""
     reads, exchange = [], expert_parallel.ExpertDispatch.exchange_counts
 
     def recorded(self, *given):
@@ -360,8 +360,8 @@ def test_stages_that_nobody_played():
 def test_what_a_plan_splits_over():
     """All data-parallel ranks, or those of a node; with --zero-ranks that number alone."""
 
-    def splits(flags, ranks, tp):
-        return layouts.zero_splits(train.flags().parse_args(flags.split()), ranks, tp)
+    def splits(flags, ranks, tp, fold=False):
+        return layouts.zero_splits(train.flags().parse_args(flags.split()), ranks, tp, fold)
 
     assert splits("", 64, 2) == [(0, None)] + [(s, n) for s in (1, 2, 3) for n in (None, 4)]
     assert splits("", 4, 2) == [(s, None) for s in range(4)]  # no more than a node's
@@ -369,6 +369,8 @@ def test_what_a_plan_splits_over():
     assert splits("--zero-ranks 8", 64, 1) == [(1, 8), (2, 8), (3, 8)]
     assert splits("--zero-ranks 8", 12, 1) == []
     assert splits("--optimizer muon", 64, 2) == [(1, None)]
+    assert splits("--ep 4 --zero-ranks 6", 12, 2) == []
+    assert splits("--ep 4 --zero-ranks 6", 12, 2, fold=True) == [(s, 6) for s in (1, 2, 3)]
 
 
 @pytest.mark.parametrize("flags", sorted({run.flags for run in published.published_runs()}))

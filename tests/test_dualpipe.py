@@ -190,8 +190,7 @@ def busy_messages(schedule_of, turns):
 
 
 def test_rows_travel_while_the_other_micro_batch_computes(ranks):
-    """As many as the formula says. Without turns none do; the gradients are the same, bit for
-    bit."""
+    """As many as the formula says; without turns none. The gradients are the same, bit for bit."""
 
     def work(rank):
         plain = busy_messages(zero_bubble.SplitSchedule, dualpipe.Turns())

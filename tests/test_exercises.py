@@ -81,8 +81,7 @@ def test_misuse_is_refused(run, words, sentence):
 
 
 def test_one_exercise_from_beginning_to_end(run, tmp_path):
-    """As a reader does it: the ranks of a real launch must run the copy's files, and no others. Two
-    launches of 2 ranks."""
+    """As a reader does it: the ranks of a real launch must run the copy's files, and no others."""
     number = next(n for n, bug in enumerate(BUGS, 1) if "bucket.flat /=" in bug.diff)
     bug, folder = BUGS[number - 1], tmp_path / f"exercise-{number}"
     code, said = run(str(number))

@@ -281,8 +281,7 @@ def test_torchrun_starts_a_run_again_as_often_as_it_may(text, tmp_path, undistur
 
 
 def test_disk_full(text, tmp_path):
-    """Here every file is limited to less than a rank has to write. The run goes on, and refuses at
-    the end."""
+    """Files are limited to less than a rank has to write. The run goes on, and refuses at last."""
     out = tmp_path / "out"
     run = Training(tmp_path, f"--steps 4 --dp 2 --out {out}", text)
     assert run.end() == 0

@@ -32,9 +32,9 @@ def test_grad_norm_counts_each_element_once(ranks):
         for p, value in ((split, rank + 1), (whole, rank // 2 + 1), (tied, 10)):
             p.grad = torch.full((2,), float(value))
         split.placement = {"shape": (4,), "cuts": {0: (tp, rank % 2 * 2, 2)}}
-        whole.placement = {"copies": [tp]}
-        tied.placement = {"copies": [tp], "partial": [ends]}
-        return harness.grad_norm([split, whole, tied, frozen], [tp, pp]).item()
+        whole.placement = {"partial": [tp]}
+        tied.placement = {"partial": [ends]}
+        return harness.grad_norm([split, whole, tied, frozen], [pp]).item()
 
     expected = 2 * (1 + 4 + 9 + 16) + 2 * (1 + 4) + 2 * 100
     assert ranks(4, work) == [pytest.approx(expected**0.5)] * 4
@@ -88,6 +88,8 @@ train --preset gpt5 -> unknown preset 'gpt5'.*tiny
 train --ep 2 -> --ep 2 with 0 experts.*--experts
 train --experts 3 --dp 4 --ep 4 -> --ep 4 with 3 experts.*--experts 4
 train --experts 4 --dp 4 --ep 3 -> --ep 3 does not divide the 4 ranks
+train --tp 2 --ep 2 --experts 4 --fold-experts -> means nothing without --sp, --tp and --ep: add
+train --tp 2 --sp --ep 3 --experts 4 --fold-experts -> the 2 ranks of --dp x --cp x --tp
 train --experts 4 --cp 3 -> take no padding.*--context 128
 train --cp 3 --cp-kind ulysses -> 4 heads do not divide by 3 ranks
 train --cp 4 --cp-kind ring-ulysses --cp-rings 3 -> rings of 3 do not divide 4 ranks

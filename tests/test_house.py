@@ -138,8 +138,7 @@ def test_no_folder_grows():
 
 
 def test_there_is_no_circle():
-    """A demo may show a later lesson: `zero.py --stage 3` is fsdp.py's. So lessons count by their
-    tops."""
+    """A demo may show a later lesson: `zero.py --stage 3` is fsdp.py's. So only tops count."""
     graph, done = arrows(), set()
     for name in TECHNIQUES:
         graph[name] = {target for target in graph[name] if target not in TECHNIQUES}

@@ -112,8 +112,7 @@ def test_an_attempt_sees_nothing_of_the_one_before():
 
 @alone
 def test_a_rank_that_died_while_the_others_came():
-    """Rank 1's first process answers round 1 and is gone. Rank 0 then dies too, before rank 2 has
-    come."""
+    """Rank 1's first process answers round 1 and is gone. Rank 0 dies too, before rank 2 comes."""
     meeting = Meeting()
     dead = meeting.begin(0, 3, seconds=1.0)
     wait_for_key(meeting.server, "round")

@@ -88,6 +88,13 @@ moe-top-1 --dp 3 --ep 3 --microbatches 2
 moe-gpt2  --tp 2 --sp --microbatches 2 --recompute selective
 moe-gpt2  --tp 2 --sp --gather-again --dp 2 --ep 2 --zero 1 --layers 2
 moe-gpt2  --dp 2 --ep 2 --pp 2 --schedule zb-v --zero 3 --microbatches 2 --recompute block DEEP
+moe       --tp 2 --sp --ep 2 --fold-experts --gather-again --microbatches 2 --recompute block
+moe-gpt2  --schedule dualpipev --tp 2 --sp --ep 2 --fold-experts --microbatches 2 SHALLOW
+moe-top-1 --tp 2 --sp --dp 2 --ep 4 --fold-experts --zero 1 --expert-chunks 2 --recompute half
+moe-gpt2  --tp 4 --sp --ep 2 --fold-experts --zero 2 --microbatches 3 --recompute selective
+moe       --tp 2 --sp --cp 2 --pp 2 --ep 4 --fold-experts --zero 3 --microbatches 2 SHALLOW
+docs-moe  --tp 2 --sp --cp 2 --ep 4 --fold-experts
+muon-moe  --tp 2 --sp --dp 2 --ep 2 --fold-experts --layers 2
 grouped   --cp 4 --cp-kind ulysses --recompute half
 dropout-grouped --cp 4 --cp-kind ring-ulysses --microbatches 2 --recompute block
 13-tokens --cp 3 --cp-kind gather --microbatches 2
@@ -124,6 +131,7 @@ muon-moe  --dp 2 --ep 2 --tp 2 --sp --pp 2 --schedule zb-h1 --microbatches 2 SHA
 IN_GROUPS = """
 moe       --cp 2 --dp 4 --ep 2 --zero 3 --zero-ranks 4
 moe-gpt2  --dp 8 --ep 4 --zero 2 --zero-ranks 2 --batch 16 --microbatches 2 --reduce-once
+moe-gpt2  --tp 2 --sp --dp 4 --ep 2 --fold-experts --zero 3 --zero-ranks 2
 odd       --tp 2 --sp --dp 4 --zero 1 --zero-ranks 2
 dropout   --dp 2 --cp 2 --pp 2 --zero 3 --zero-ranks 2 --schedule zb-h1 --microbatches 2 --offload
 """
@@ -153,8 +161,7 @@ def run_layout(rank, args, broken=None):
 
 @pytest.fixture(scope="session")
 def reference(text):
-    """Loss and gradient norm of each step of one process: a plain loop, with PyTorch's own
-    clipping."""
+    """Loss and gradient norm of each step of one process, in a plain loop."""
 
     @functools.cache
     def train_alone(variant, layers, steps):
@@ -346,8 +353,11 @@ no rank adds to a shard: zero:ShardedBucket.start_reduction
     if dist.get_world_size(self.group) == 1: -> if True:
     sgd --dp 2 --zero 1 -> step 1, backward ->
 norm counts copies: harness:grad_norm
-    and is_first(p, groups) ->
+    () if cut_over else copied_over -> ()
     gpt2 --tp 2 -> step 1, the norm -> that several ranks of tp hold are counted once for each
+norm counts experts on each rank: harness:grad_norm
+    sum_over(cut_over, square) -> sum_over(dict.fromkeys(cut_over + copied_over), square)
+    moe-gpt2 --tp 2 --sp --ep 2 --fold-experts -> step 1, the norm ->
 norm is local: harness:grad_norm
     sum_over(groups, total) -> sum_over((), total)
     sgd --pp 2 -> step 1, the norm -> it is that of rank 0's tensors alone
@@ -378,6 +388,12 @@ a message that no formula has: tensor_parallel:ReduceFromGroup.forward
 partial gradients left partial: sequence_parallel:mark_partial
     if group not in -> if group in
     sgd --tp 2 --sp -> step 1, backward -> add up to the right one: never summed over tp
+router's gradient left partial: sequence_parallel:parallelize_sequence
+    if ".experts." not in name -> if ".experts." not in name and "router" not in name
+    moe-gpt2 --tp 2 --sp --ep 2 --fold-experts -> step 1, backward -> right one: never summed over
+whole experts summed over tp: sequence_parallel:parallelize_sequence
+    if ".experts." not in name ->
+    moe-top-1 --tp 2 --sp --ep 2 --fold-experts -> step 1, backward ->
 last micro-batch only: pipeline:StageRunner.forward
     self.saved[m, stage] = x, y -> self.saved[m, stage] = x, y if m == 1 else 0 * y
     sgd --dp 2 --microbatches 2 -> step 1, backward -> 1 to 3 0 times, 4 to 6 1 times, 7

@@ -119,8 +119,7 @@ def groups(message):
 
 @pytest.mark.parametrize("name", zb.ALL_SCHEDULES)
 def test_no_rank_waits_for_ever_on_nccl(name):
-    """In training and forward alone, whatever is loaded or freed. Posting as soon as possible would
-    hang."""
+    """In training and forward alone, whatever is loaded or freed. Posting too early would hang."""
     for _, _, _, schedule in shapes(name, (2, 3, 4, 6, 8, 16), (1, 3, 8, 16, 17)):
         if name == "dualpipev":
             schedule = dualpipe.PairedSchedule(schedule.rows)
@@ -229,8 +228,7 @@ MIXTURE = presets.configure(
 
 
 def hooked(rank, name, config, dtype, watch=contextlib.nullcontext, recompute="none"):
-    """A step of a schedule: (parameter, "whole" or "part" of a backward) of each hook that ran, and
-    all gradients."""
+    """A step of a schedule: (parameter, "whole" or "part") of each hook that ran, and gradients."""
     schedule, links, hooks, now = zb.find_schedule(name, 2, 4), pp.make_links(), [], []
     model = build(config, schedule, rank, None).to(dtype)
     for part in model.parts.values():
@@ -255,8 +253,7 @@ def hooked(rank, name, config, dtype, watch=contextlib.nullcontext, recompute="n
 
 
 def test_experts_are_deferred_too(ranks):
-    """By the grouped kernel in float32, by a loop in float64; the gradients as without the
-    split."""
+    """By the grouped kernel in float32, by a loop in float64. The split changes no gradient."""
     cases = list(itertools.product((torch.float32, torch.float64), ("zb-h1", "1f1b")))
 
     def work(rank):

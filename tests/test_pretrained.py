@@ -136,14 +136,13 @@ def train_and_prove(rank, args):
         ("llama 3.1", "--dp 1"),
         ("gpt2", "--tp 2 --pp 2 --schedule zb-v --microbatches 3"),
         ("linear llama", "--cp 2 --tp 2 --sp --zero 1"),
-        ("mixtral", "--dp 2 --ep 2 --tp 2 --zero 3"),
+        ("mixtral", "--dp 2 --tp 2 --sp --ep 4 --fold-experts --zero 3"),
         ("qwen2", "--cp 2 --cp-kind ulysses --pp 2"),
         ("tied llama", "--dp 2 --pp 3 --zero 2"),
     ],
 )
 def test_any_layout_starts_from_it_and_exports(ranks, folders, text, tmp_path, name, layout):
-    """Two steps equal to one process that starts there too; then what is exported is the model
-    after them."""
+    """Two steps equal to one process that starts there too; what is exported is its model."""
     flags = f"{layout} --context 16 --batch 12 --steps 2 --layers 4 --heads 4 --width 32 "
     flags += "--dtype float64 --sample 0 --eval-batches 1 --quiet --optimizer sgd --lr 0.1 "
     flags += f"--min-lr 0.1 --warmup 0 --tokenizer bytes --data {text}"

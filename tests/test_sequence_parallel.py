@@ -17,8 +17,7 @@ from receipts.formulas import Group, Sizes, all_sent, block_bytes
 
 
 def saved_bytes(model, block, *args, **kwargs):
-    """Bytes that the submodule `block` keeps for backward in model(*args, **kwargs). Parameters do
-    not count."""
+    """Bytes without parameters that `block` keeps for backward in model(*args, **kwargs)."""
     saved = []
 
     def note(tensor):

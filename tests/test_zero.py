@@ -235,12 +235,13 @@ def test_copies_of_nothing_are_refused():
 def test_who_splits_a_copy_and_who_has_another():
     """Ranks of 2 pipeline stages x 8 data-parallel ranks, in groups of 4; experts on 2 of these, or
     on all 8, of which no group of 4 has two copies."""
-    rows = zero_flags.split_ranks(torch.arange(16).view(2, 8), 4, ep=2)
+    copies = torch.arange(16).view(2, 4, 2).transpose(1, 2)
+    rows = zero_flags.split_ranks(torch.arange(16).view(2, 8), 4, copies)
     assert rows["inside"][0].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert rows["across"][1].tolist() == [[8, 12], [9, 13], [10, 14], [11, 15]]
-    assert rows["copies inside"][0].tolist() == [[[0, 2], [1, 3]], [[4, 6], [5, 7]]]
+    assert rows["copies inside"][0].tolist() == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
     assert rows["copies across"][0].tolist() == [[[0, 4], [2, 6]], [[1, 5], [3, 7]]]
-    rows = zero_flags.split_ranks(torch.arange(16), 4, ep=8)
+    rows = zero_flags.split_ranks(torch.arange(16), 4, torch.arange(16).view(2, 8).T)
     assert rows["copies inside"].flatten().sort().values.tolist() == list(range(16))
     assert rows["copies inside"].shape[-1] == 1
     pairs = rows["copies across"].flatten(0, -2)

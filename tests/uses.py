@@ -418,8 +418,7 @@ class Layout(OneProcess):
 
 
 def own(rows, purpose=""):
-    """This rank's group of those of each row of ranks, or None. A process makes them once for a
-    purpose."""
+    """This rank's group of those of each row of ranks, or None, made once for a purpose."""
     return make_own(tuple(map(tuple, rows.flatten(0, -2).tolist())), purpose)
 
 

@@ -374,8 +374,7 @@ def check_header(path, index, header, free):
 
 @torch.no_grad()
 def load(path, index, pieces):
-    """Fill the pieces' tensors from a checkpoint, one at a time, reading only what they need.
-    Called by all ranks."""
+    """Fill the pieces from a checkpoint, reading only what they need. All ranks call it."""
     open_file = functools.cache(lambda file: safetensors.safe_open(os.path.join(path, file), "pt"))
 
     def fill_all():

@@ -34,6 +34,7 @@ COUNTS = {
 }
 SWITCHES = {
     "sp": "sequence parallel: tensor-parallel ranks split the tokens between layers, to hold less",
+    "fold-experts": "with --sp: --ep is a part of dp x cp x tp, whose ranks have whole experts",
     "gather-again": "with --sp: hold still less, and send a quarter more",
     "compile": "torch.compile each block: slow to start (and needs a C++ compiler), faster then",
 }
@@ -116,7 +117,7 @@ def check(args, config):
     ranks, where = args.dp * args.cp, f"the {args.dp * args.cp} ranks of --dp x --cp"
     zero_flags.check_types(args)
     zero_flags.check_ranks("--zero-ranks", args.zero_ranks, ranks, where, args.zero)
-    check_experts(args, config, where)
+    check_experts(args, config)
     check_compile(args, config)
     check_documents(args)
     check_needed(args)
@@ -141,16 +142,19 @@ def check_muon(args):
     args.zero = 1
 
 
-def check_experts(args, config, where):
-    """Refuse what does not go with experts. where: the data-parallel ranks in words."""
+def check_experts(args, config):
+    """Refuse what does not go with experts."""
     if args.ep > 1 and config.experts < args.ep:
         hint = f"--experts {args.ep} or more" if config.experts else "--experts, or leave --ep out"
         have = f"--ep {args.ep} with {config.experts} experts"
         raise Refused(f"{have}: each rank needs one; use {hint}")
     experts.check_chunks("--expert-chunks", args.expert_chunks, args, config)
-    if args.dp * args.cp % args.ep:
+    ranks = experts.ranks_of(args)
+    if ranks % args.ep:
+        where = f"the {ranks} ranks of --dp x --cp" + (" x --tp" if args.fold_experts else "")
         raise Refused(f"--ep {args.ep} does not divide {where}, where experts live")
-    if args.zero_ranks and args.zero_ranks % args.ep and args.ep % args.zero_ranks:
+    group = (args.zero_ranks or ranks) * ranks // (args.dp * args.cp)
+    if group % args.ep and args.ep % group:
         why = "a group must have as many copies of each expert"
         advice = f"use --zero-ranks {args.ep}, or a multiple or divisor of it"
         raise Refused(f"--zero-ranks {args.zero_ranks} with --ep {args.ep}: {why}; {advice}")
@@ -190,6 +194,7 @@ def check_needed(args):
     for names, is_there, what in (
         ("cp_rings", args.cp_kind == "ring-ulysses", "--cp-kind ring-ulysses"),
         ("gather_again", args.sp, "--sp"),
+        ("fold_experts", args.sp and min(args.tp, args.ep) > 1, "--sp, --tp and --ep"),
         ("keep_gathered", args.zero == 3, "--zero 3"),
         ("reduce_once", args.zero >= 2, "--zero 2 or 3"),
         ("export_dtype", args.export, "--export"),

@@ -89,9 +89,8 @@ def check(args, config):
 
 
 def export(run, model, optimizer, island):
-    """Write the whole model from rank 0, parameter by parameter. No rank has more than one
-    parameter, and one file, at a time. island: see whole_weights. Returns False if it can't be
-    written."""
+    """Write the whole model from rank 0. No rank has more than one parameter, and one file, at a
+    time. island: see whole_weights. Returns False if it can't be written."""
     args, problem = run.args, None
     if not args.export:
         return True
@@ -198,8 +197,7 @@ HEAD = "lm_head.weight"
 
 
 def files_of(folder):
-    """The names of a folder's weight files. As in transformers model.safetensors goes before an
-    index."""
+    """The names of a folder's weight files. As in transformers, model.safetensors goes first."""
     index = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").exists() or not index.exists():
         return ["model.safetensors"]
@@ -260,8 +258,7 @@ class Folder:
         return zip(names, shapes), make
 
     def check(self, shapes):
-        """Refuse a folder that lacks a parameter of {our name: shape}, or has more than them. Reads
-        no values."""
+        """Refuse a folder that has fewer parameters than {our name: shape}, or more."""
         expected = {}
         for name, shape in shapes.items():
             expected |= dict(self.sources(name, shape)[0])

@@ -55,8 +55,7 @@ def check(args):
 @contextlib.contextmanager
 def recorded(runner, first):
     """Gives a function record(batches, loss, norm, scale), to call when the gradients are complete,
-    before they are clipped. Without --record it does nothing. runner: train.py's. first: the first
-    step."""
+    before they are clipped. Without --record it does nothing. first: the first step."""
     run = runner.run
     if not run.args.record or first == run.args.steps:
         yield lambda *step: None

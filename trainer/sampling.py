@@ -73,8 +73,7 @@ def generate(runner, length):
 
 
 def logits_after(runner, window):
-    """The logits (V,) that follow the tokens (1, T), on a rank that has the last stage and the last
-    token; else None."""
+    """The logits (V,) after the tokens (1, T), where the last stage and token are; else None."""
     results = runner.forward_only([(window, None, None)], None)
     starts = documents.starts_of(window, runner.run.args)
     held = runner.positions_of(window.shape[1], starts)

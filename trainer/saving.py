@@ -176,8 +176,7 @@ class Saver:
     def __enter__(self):
         if self.args.out:
             self.run.also_read.append(self.signal_of_any_rank)
-        # Preemption sends SIGTERM, and some seconds later SIGKILL; a terminal that closes, SIGHUP;
-        # Ctrl-C, SIGINT
+        # Preemption sends SIGTERM, and soon SIGKILL; a terminal that closes, SIGHUP; Ctrl-C, SIGINT
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT) if self.args.out else ():
             if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
                 signal.signal(number, self.receive)
