@@ -258,9 +258,7 @@ def shard_last(group, module, args):
     return (*others, None if last is None else shard_positions(last, group))
 
 
-def parallelize_sequence(
-    model, group, keep_gathered=True, kv_group=None, whole_experts=False
-):
+def parallelize_sequence(model, group, keep_gathered=True, kv_group=None, whole_experts=False):
     """parallelize_tensors, then f and g replaced. Raises ValueError as that does.
 
     keep_gathered: hold what f gathered until backward, or gather it again there. tokens, targets,

@@ -63,8 +63,7 @@ def place():
 
 
 def join(me, seconds):
-    """Meet the other ranks that the launcher started, within so many seconds. Returns a store for
-    this round alone."""
+    """Meet the launcher's other ranks within so many seconds. Returns a store for this round."""
     if me.world == 1:
         return dist.HashStore()
     if "STORE_FILE" in os.environ:

@@ -1,3 +1,2 @@
-"""What the papers say that a rank sends and holds: one file per lesson, of the lesson's name. Each
-has a function expected(sizes, group, ...) -> (sent, held); train.py adds them up, formulas.py has
-what several need."""
+"""What the papers say that a rank sends and holds: one file per lesson, of its name. Each has a
+function expected(sizes, group, ...) -> (sent, held). formulas.py has what several need."""

@@ -43,8 +43,7 @@ def check(args, world):
 
 
 def differences(library, run):
-    """{a collective in a dtype} of which this rank's result is not torch's. Sums of small whole
-    numbers are exact."""
+    """{a collective in a dtype} of which this rank's result is not torch's, to the bit."""
     different = set()
     for dtype in EXACT_DTYPES:
         torch.manual_seed(run.rank)
@@ -146,8 +145,7 @@ def cost(counts):
 
 def formulas(n, size, node=1, pieces=1):
     """{algorithm: Cost} of an all-reduce of `size` bytes on n ranks: hierarchical in nodes of
-    `node` ranks, a double tree with so many pieces of each half. docs/learn/collectives.md has the
-    table."""
+    `node` ranks, a double tree with so many pieces of each half (docs/learn/collectives.md)."""
     p = 1 << (n.bit_length() - 1)  # the ranks that double and halve: a power of two
     levels = p.bit_length() - 1
     fold = int(p < n)  # the other ranks fold into them first

@@ -222,9 +222,8 @@ class Player(OneProcess):
 
 
 def message_bytes(numbers, bits, element_size):
-    """Bytes of one message between islands, of a part of the model with so many numbers: two
-    integers, then the numbers as they are (bits None), in bfloat16, or in blocks of 128 with a
-    scale of 4 bytes."""
+    """Bytes of one message between islands, of so many of the model's numbers: two integers, then
+    numbers as they are (bits None), in bfloat16, or in blocks of 128 with a scale of 4 bytes."""
     if bits is None:
         return 16 + numbers * element_size
     if bits == 16:

@@ -42,8 +42,7 @@ def check(args, config):
 
 
 def check_chunks(flag, chunks, args, config):
-    """Refuse more pieces than a micro-batch has tokens on all ranks together: most would be empty,
-    and each is a message."""
+    """Refuse more pieces, each a message, than a micro-batch has tokens on all ranks together."""
     tokens = args.batch // args.microbatches * config.context
     if chunks > tokens:
         raise Refused(f"{flag} {chunks}, but a micro-batch has {tokens:,} tokens: use fewer")
@@ -164,8 +163,7 @@ class Report:
 
 
 def load_table(load):
-    """The load (layers, E) over the run, as text: a row a layer, of each expert the percent of an
-    even share."""
+    """The load (layers, E) over the run as text: a row a layer, in percent of an even share."""
     # A router without a gradient has counted nothing: shares of 0
     shares = load / load.sum(1, keepdim=True).clamp(min=1) * load.shape[1]
     lines = ["load of experts over the run, percent of an even share"]

@@ -132,8 +132,7 @@ def flops_per_token(config):
 
 
 def all_reduce_sent(size, n):
-    """Bytes that each of n ranks sends in a ring all-reduce of `size` bytes: a reduce-scatter and
-    an all-gather."""
+    """Bytes that each of n ranks sends in a ring all-reduce of `size` bytes."""
     return 2 * (n - 1) / n * size
 
 
@@ -168,8 +167,7 @@ def all_sent(table):
 
 
 def held(sizes, text="P e", activations="what backward needs of the blocks"):
-    """{kind: (bytes, formula)} of a rank that splits neither weights, gradients nor the optimizer's
-    states with others."""
+    """{kind: (bytes, formula)} of a rank that splits no weights, gradients or optimizer states."""
     p = sizes.parameters()
     return {
         "parameters": (p * sizes.e, text),

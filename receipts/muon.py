@@ -1,5 +1,4 @@
-"""What a Muon rank sends and holds: 2 r P e, and about 1/N of the states; and the same optimizer on
-one process."""
+"""What a Muon rank sends and holds: 2 r P e, and about 1/N of the states. Muon on one process."""
 
 from typing import NamedTuple
 
@@ -65,8 +64,7 @@ def expected(sizes, groups, owned):
 
 
 def of_demo(run, muon, early):
-    """(layout, sent, held, notes) of the demo's receipt. early: how many of the buckets started
-    during backward."""
+    """(layout, sent, held, notes) of the demo's receipt. early: buckets started in backward."""
     sizes, group = sizes_of(run.args, run.config, run.world), Group("dp", run.world)
     table = expected(sizes, {"dp": group}, owned_by(muon, {}))
     text = f"{early} of {len(muon.buckets)} buckets started during backward"

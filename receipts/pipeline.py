@@ -217,8 +217,7 @@ def most_in_flight(name, ranks, microbatches, stages):
 
 
 class GradientsInW:
-    """Counts the parameters' gradients that come in W, not with those of inputs: a Pipeline's
-    `around`."""
+    """A Pipeline's `around`. Counts parameters' gradients that come in W, not with the inputs'."""
 
     def __init__(self, parameters):
         self.count, self.in_w = 0, False

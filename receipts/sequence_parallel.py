@@ -18,8 +18,8 @@ def expected(sizes, group, scatter, scalars=1, partial=True):
     # Messages of (tokens, C). A layer enters and leaves, in forward and in backward. Where inputs
     # are not kept, backward gathers them again
     entries = 1 if keep else 2
-    gathers = (2 * layers + (entries - 1) * plain) * blocks
-    scatters = 2 * layers * blocks
+    each = 2 * layers + (entries - 1) * plain
+    gathers, scatters = each * blocks, 2 * layers * blocks
     if sizes.embedding:
         gathers += 1
         scatters += 1
@@ -46,10 +46,10 @@ def expected(sizes, group, scatter, scalars=1, partial=True):
     more = "" if recompute == "none" else ", more to recompute"
     ends = f"a block{more}, {1 + entries} r B T C e for both ends"
     sent = {
-        ("all_gather", group.name): (r * gathered, f"{2 + 2 * entries} r B T C e {ends}"),
+        ("all_gather", group.name): (r * gathered, f"{each} r B T C e {ends}"),
         (scatter, group.name): (
             r * (scatters * wide + routed * sizes.e),
-            f"4 r B T C e a block{more}, 2 r B T C e for both ends",
+            f"{2 * layers} r B T C e a block{more}, 2 r B T C e for both ends",
         ),
     }
     sent |= summed(group, reduced, "6 r B T max(e, 4): the loss; the norm")
