@@ -38,7 +38,7 @@ from torch.autograd.function import once_differentiable  # refuses a gradient of
 
 from tensor_parallel import Enter, Leave, parallelize_tensors, placement, split_over, wait
 
-# --- f and g, in place of tensor parallelism's. The paper calls these two g and g-bar
+# --- f and g, in place of tensor parallelism's. In the paper they are g and g-bar
 
 
 def gather_tokens(x, group):
@@ -70,7 +70,7 @@ def start_reduce_scatter(x, group, async_op=True):
         message = dist.all_to_all_single(received, shards, **options)
     else:
         message = reduce_scatter_tensor(received, shards.flatten(0, 1), **options)
-    # The message holds what it sends. Where it is a fake (a dry run) the function does
+    # shards=shards: what is sent must live until the wait
     return message, lambda shards=shards: received.sum(0) if gloo else received
 
 
@@ -109,8 +109,8 @@ reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 def plain_sequence_mlp(x, norm, up, down, bias, group):
-    """The picture above: x (B, T/t, C) -> (B, T/t, C). up (H/t, C) and down (C, H/t) are shards,
-    norm and bias whole."""
+    """The picture above: x (B, T/t, C) -> (B, T/t, C). up (H/t, C) and down (C, H/t) are shards.
+    norm and bias are whole: all-reduce their gradients, which are of this rank's tokens only."""
     full = GatherTokens.apply(norm(x), group)  # f: (B, T, C)
     hidden = F.gelu(F.linear(full, up))  # (B, T, H/t)
     partial = F.linear(hidden, down)  # (B, T, C)
@@ -118,8 +118,8 @@ def plain_sequence_mlp(x, norm, up, down, bias, group):
 
 
 class SequenceEnter(Enter):
-    """f as a module. keep_gathered: else backward gathers the tokens again, while it computes their
-    gradient."""
+    """f as a module. keep_gathered: hold the gathered x until backward. Without it backward gathers
+    x again, beside the product that gives its gradient."""
 
     def __init__(self, group, layers=(), keep_gathered=True):
         super().__init__(group, layers)

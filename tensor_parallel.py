@@ -87,16 +87,17 @@ class Enter(nn.Module):
     unsplit layer: its input's gradient is already complete on every rank, and f would add it up t
     times.
 
-    layers: these ColumnParallelLinears, if nothing else takes what this returns. It is then
-    {layer: its product}, each takes its own, and backward hides the message."""
+    layers: the ColumnParallelLinears that read x, if nothing else does. Then Enter computes their
+    products (ProjectEntered) and returns {layer: its product}: so backward can send x's gradient
+    before it computes the weights' gradients."""
 
     def __init__(self, group, layers=()):
         super().__init__()
         self.group, self.layers = group, list(layers)  # a list: no second name in state_dict
 
     def forward(self, x):
-        # zero_bubble.py replaces F.linear: it puts off what would hide the message. torch.compile
-        # makes one graph of a block
+        # Plain f where nothing could hide the message (zero_bubble.py puts the weights' gradients
+        # off), and under torch.compile, which makes one graph of a block
         if not self.layers or has_torch_function((x,)) or torch.compiler.is_compiling():
             return self.enter(x)
         return self.project(x)
@@ -115,7 +116,8 @@ class Enter(nn.Module):
         x = SaveFirst.apply(x, kept, *parameters[: len(self.layers)])
         return dict(zip(self.layers, ProjectEntered.apply(x, kept, self, *parameters)))
 
-    # keep: what of x is kept for backward. start_*: a message or None, and its result's function
+    # For sequence_parallel.py to replace. keep: what of x is kept for backward. start_*: a message
+    # to wait for, or None, and a function that then gives the result
 
     def keep(self, x):
         return x
@@ -148,23 +150,19 @@ class ColumnParallelLinear(nn.Module):
 
     A shard must be whole heads. The usual fused qkv (all q, all k, all v) would be cut wrong,
     silently: order its rows by kv-head (its q heads, its k, its v), or keep three layers. Where t
-    does not divide `out`, zeros fill the last shards. A padded unit is act(0), and only 0 keeps its
-    gradients zero.
+    does not divide `out`, zeros fill the last shards. A padded hidden unit is act(0): where that is
+    not 0, the next layer's padded columns get gradients.
 
-    shared_by: see `shard`. rows: slices of the shard's rows, where this rank uses only some"""
+    shared_by: see `shard`"""
 
-    def __init__(self, linear, group, shared_by=None, rows=None):
+    def __init__(self, linear, group, shared_by=None):
         super().__init__()
         self.weight = shard(linear.weight, 0, group, shared_by)  # (out / t, in)
         self.bias = shard(linear.bias, 0, group, shared_by)
-        self.rows = rows
 
     def used(self):
-        """The parts of weight and bias that make this rank's outputs."""
-        if self.rows is None:
-            return self.weight, self.bias
-        whole = self.weight, self.bias
-        return [p if p is None else torch.cat([p[rows] for rows in self.rows]) for p in whole]
+        """The weight and bias of this rank's outputs."""
+        return self.weight, self.bias
 
     def forward(self, x):
         if isinstance(x, dict):  # Enter has computed it
@@ -259,6 +257,7 @@ class SaveFirst(torch.autograd.Function):
 #     norm = grad_norm(model.parameters())  # torch's norm lacks other ranks' shards
 #     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
 #     optimizer.step()
+#     optimizer.zero_grad()
 #
 # docs/fix/not-checked.md lists the mistakes that nothing catches, in dropout for example.
 
@@ -302,7 +301,7 @@ class VocabParallelLoss(torch.autograd.Function):
         if length < logits.shape[1]:
             padding = torch.arange(logits.shape[1], device=logits.device) >= length
             logits = logits.masked_fill(padding, float("-inf"))
-        largest = logits.amax(dim=1)  # (n,)
+        largest = logits.amax(dim=1)  # (n,): so exp can't overflow. The loss does not depend on it
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         shifted = logits - largest.unsqueeze(1)  # (n, V / t)
         column = targets - start
@@ -389,8 +388,9 @@ def shard(parameter, dim, group, shared_by=None):
     """This rank's shard of a parameter, with its `placement`. None stays None. Raises ValueError
     if this dimension has been cut before, or if the parameter has been cut over this group.
 
-    shared_by: a group of s consecutive ranks that hold one of t/s shards together, each with a use
-    of its own. So its gradients are partial sums: reduce_partial in sequence_parallel.py"""
+    shared_by: s neighbouring ranks that hold the same one of t/s shards (a kv-head's k and v, where
+    ranks outnumber the kv-heads), each for other uses. So its gradients are partial sums, which
+    reduce_partial in sequence_parallel.py completes."""
     if parameter is None:
         return None
     dim, group = dim % parameter.dim(), group or dist.group.WORLD
@@ -449,7 +449,7 @@ def check_replicas_agree(parameters, group):
     norm = grad_norm(p for p in parameters if not placement(p)["cuts"])
     norms = [torch.empty_like(norm) for _ in range(dist.get_world_size(group))]
     dist.all_gather(norms, norm, group=group)
-    if max(norms) - min(norms) > 5e-4 * max(norms):
+    if not max(norms) - min(norms) <= 5e-4 * max(norms):  # NaN too
         found = ", ".join(f"{n:.6g}" for n in norms)
         raise RuntimeError(
             f"the ranks' gradients of whole parameters differ, in norm {found}: "
@@ -482,29 +482,34 @@ def kv_group_of(config):
     return dist.new_subgroups(ranks)[0] if ranks > 1 else None
 
 
-def cut_qkv(attn, group, kv_group):
-    """Cut the rows of qkv, q..q k v of each kv-head. kv_group: where ranks outnumber the kv-heads,
-    those that have one together: each attends with some of its q heads, and with its k and v."""
-    if kv_group is None:
-        attn.qkv = ColumnParallelLinear(attn.qkv, group)
-        return
-    queries = attn.queries_per_kv * attn.head_dim  # rows
-    attn.queries_per_kv //= dist.get_world_size(kv_group)
-    own = attn.queries_per_kv * attn.head_dim
-    start = dist.get_rank(kv_group) * own
-    rows = [slice(start, start + own), slice(queries, None)]  # its q heads; k and v
-    attn.qkv = ColumnParallelLinear(attn.qkv, group, kv_group, rows)
+class SharedHeads(ColumnParallelLinear):
+    """qkv where ranks outnumber the kv-heads, and those of kv_group have one together: its rows are
+    q..q k v. Each rank attends with some of the q heads, and with k and v."""
+
+    def __init__(self, attn, group, kv_group):
+        super().__init__(attn.qkv, group, kv_group)
+        rows = attn.queries_per_kv * attn.head_dim // dist.get_world_size(kv_group)
+        self.queries = slice(dist.get_rank(kv_group) * rows, (dist.get_rank(kv_group) + 1) * rows)
+        self.kv = slice(attn.queries_per_kv * attn.head_dim, None)
+
+    def used(self):
+        whole = self.weight, self.bias
+        return [p if p is None else torch.cat([p[self.queries], p[self.kv]]) for p in whole]
 
 
 def parallelize_tensors(model, group, kv_group=None, whole_experts=False):
     """Cut a GPT over `group`, in place, and return it; on the meta device too. Any of embedding,
     blocks and head may be missing. Make the optimizer afterwards: parameters are replaced. Raises
     ValueError where heads do not divide, and for a model that is cut already. kv_group: of
-    `cut_qkv`. whole_experts: leave the experts as they are."""
+    `SharedHeads`. whole_experts: leave the experts as they are."""
     check_heads(model.config, dist.get_world_size(group))
     for block in model.blocks.values():
         attn, mlp = block.attn, block.mlp
-        cut_qkv(attn, group, kv_group)
+        if kv_group is None:
+            attn.qkv = ColumnParallelLinear(attn.qkv, group)
+        else:
+            attn.qkv = SharedHeads(attn, group, kv_group)
+            attn.queries_per_kv //= dist.get_world_size(kv_group)
         attn.enter = Enter(group, [attn.qkv])
         attn.proj = RowParallelLinear(attn.proj, group)
         if model.config.experts and not whole_experts:  # every expert's hidden units

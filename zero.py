@@ -300,12 +300,12 @@ class ZeRO:
                 groups = groups_cutting(p) or self.cut_groups
                 if self.stage > 0:
                     groups = [placed(p, "data", self.group), *groups]
-                # A zero, because this rank may have no part that counts
-                held = counted.setdefault(tuple(groups), [part.new_zeros(1)])
+                held = counted.setdefault(tuple(groups), [])
                 if is_counted(p, self.cut_groups, pipeline_group, bucket.place.across):
                     held.append(part)
         total = self.buckets[0].weights.new_zeros((), dtype=torch.float64)
         for groups, parts in counted.items():
+            parts = parts or [total.new_zeros(1)]  # this rank may have no part that counts
             dtype = torch.promote_types(parts[0].dtype, torch.float32)
             square = torch.stack(torch._foreach_norm(parts, dtype=dtype)).double().square().sum()
             total += sum_over(groups, square)

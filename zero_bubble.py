@@ -165,18 +165,18 @@ class Deferred(TorchFunctionMode):
             return self.defer(function, *args, **kwargs)
         return function(*args, **kwargs)
 
-    def defer(self, function, x, weight, *rest, **options):
-        """As SplitLinear.forward. But x is saved in a graph node, not in the hook's closure."""
-        if not can_defer(x, weight):
-            return function(x, weight, *rest, **options)
-        x = SaveInput.apply(x)
-        node = x.grad_fn
+    def defer(self, function, input, weight, *rest, **options):
+        """As SplitLinear.forward, but SaveInput holds the input: checkpointing can drop it."""
+        if not can_defer(input, weight):
+            return function(input, weight, *rest, **options)
+        input = SaveInput.apply(input)
+        node = input.grad_fn
 
         def keep_pair(gradient):
             [saved_x] = node.saved_tensors
             self.entries.append((weight, saved_x.detach(), gradient, options.get("offs")))
 
-        y = function(x, weight.detach(), *rest, **options)
+        y = function(input, weight.detach(), *rest, **options)
         # The y of a 3-D x is a view. An in-place ReLU would give it a new node, without the hook
         if y._is_view():
             y = torch.ops.aten._unsafe_view(y, y.shape)
@@ -242,7 +242,7 @@ class WeightGradient(torch.autograd.Function):
 def zb_v(rank, ranks, microbatches):
     """Rank r holds the stages r (near) and 2 p - 1 - r (far): of 3 ranks 0 and 5, 1 and 4, 2 and 3.
     The way through the ranks is a V with both ends on rank 0. With 5 micro-batches, and a quote
-    behind the far side's:
+    before a far forward:
 
         0 1 2 3 4'0(0{0'1(1{1'2(2{2(0{0'3(3{3(1{1'4(4{4(2{2(3{3(4{4
         . 0 1 2'0 3'1(0{0'2(1{1 4(0{0'3(2{2(1{1'4(3{3(2(4(3{2(4{3{4{4

@@ -13,7 +13,7 @@ import statistics
 import harness
 from benchmarks.slow_links import measure, two_hosts
 
-MODEL = "--layers 4 --width 256 --heads 4 --experts 4 --context 64 --batch 32 --microbatches 8"
+MODEL = "--layers 4 --width 256 --heads 4 --experts 4 --context 64 --batch 64 --microbatches 16"
 UNLIMITED = 100_000  # Mbit/s
 
 
@@ -24,7 +24,7 @@ def seconds(megabits, args):
         for turn in range(args.turns):
             for flags, port in (("--in-turns", 29700 + turn), ("", 29800 + turn)):
                 tokens, *_ = measure(hosts, "dualpipe.py", f"{MODEL} {flags}", args.steps, port)
-                times.append(32 * 64 / tokens)
+                times.append(64 * 64 / tokens)
     return statistics.median(times[::2]), statistics.median(times[1::2])
 
 

@@ -34,7 +34,6 @@ def make_optimizer(parameters, args):
 def grad_norm(parameters, groups=()):
     """The norm of the whole model's gradient: a float64 scalar, the same on all ranks. Shards are
     added up over the groups that cut them; of ranks with a whole parameter the first counts it.
-
     groups: those whose ranks have other layers."""
     parameters = list(parameters)
     device = parameters[0].device if parameters else None
@@ -42,11 +41,12 @@ def grad_norm(parameters, groups=()):
     copied_over = next(filter(None, cuts), ())
     shards = {}  # {the groups that are added up: gradients}
     for p, cut_over in zip(parameters, cuts):
-        counted = shards.setdefault(cut_over or copied_over, [p.new_zeros(1)])
+        counted = shards.setdefault(cut_over or copied_over, [])
         if p.grad is not None and is_first(p, () if cut_over else copied_over):
             counted.append(p.grad)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for cut_over, counted in shards.items():
+        counted = counted or [total.new_zeros(1)]
         dtype = torch.promote_types(counted[0].dtype, torch.float32)
         square = torch.stack(torch._foreach_norm(counted, dtype=dtype)).double().square().sum()
         sum_over(cut_over, square)
