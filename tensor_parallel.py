@@ -251,13 +251,13 @@ class SaveFirst(torch.autograd.Function):
 #     model.head[1].weight = model.embed.weight  # if they were tied
 #     criterion = VocabParallelCrossEntropy(vocab, group)
 #     optimizer = torch.optim.AdamW(model.parameters())  # only now: the parameters are new
+#     optimizer.zero_grad()  # here a step begins
 #     for tokens, targets in microbatches:  # target_count: the valid targets of all of them
 #         criterion(model(tokens), targets, target_count).backward()
 #     check_replicas_agree(model.parameters(), group)  # in the first step
 #     norm = grad_norm(model.parameters())  # torch's norm lacks other ranks' shards
 #     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
 #     optimizer.step()
-#     optimizer.zero_grad()
 #
 # docs/fix/not-checked.md lists the mistakes that nothing catches, in dropout for example.
 
