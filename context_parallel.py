@@ -46,7 +46,7 @@ from torch.autograd.function import once_differentiable  # refuses a gradient of
 @torch.no_grad()
 def plain_ring_attention(q, k, v, group):
     """Causal attention of this rank's queries to all keys. q, k and v (B, H, T', D) are of T'
-    consecutive tokens, rank 0's first."""
+    consecutive tokens, rank 0's first. The sums have q's dtype: take float32."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     out, lse, kv = torch.zeros_like(q), q.new_full(q.shape[:3], -math.inf), torch.stack((k, v))
     for step in range(n):
@@ -282,7 +282,7 @@ def held_positions(length, rank, n, zigzag=True, multiple=1, starts=None):
     return (torch.tensor(chunks[rank]).unsqueeze(1) * size + torch.arange(size)).flatten()
 
 
-@functools.lru_cache(maxsize=32)  # all layers need the same
+@functools.lru_cache(maxsize=32)  # all layers need the same. By identity: never refill starts
 def ring_tiles(rank, n, length, zigzag=True, starts=None):
     """For each rank of the ring, the tiles of this rank's queries with its keys."""
     size, chunks = deal_chunks(length, n, zigzag, starts=starts)

@@ -13,15 +13,16 @@ Backward  The outer gradient is no derivative: it points back along the path. Wi
           SGD it is the learning rate times the gradient, so an outer rate of 1 without momentum is
           data parallelism. For other H the training differs by design.
 Sent      Each island sends P b / 8 bytes to each of N-1 others every H steps, with P parameters of
-          b bits (class DiLoCo). For two islands in float32 that is 1/H of ddp.py's. To send less:
+          b bits (class DiLoCo): in float32 N / (2 H) of what ddp.py sends. To send less:
 
           --stream N        N parts of the model take turns: the largest message falls by N
           --stream-delay D  a message travels while D more inner steps run; the outer weights are
                             then mixed half and half with the island's own
           --outer-bits B    16: bfloat16; 8, 4: integers, in blocks with a scale. What rounding
                             leaves out joins the next message
-Limits    An island also holds the old weights, the outer momentum, and with --outer-bits what was
-          left out. Buffers are not averaged. On fast links ddp.py is better (docs/learn/diloco.md).
+Limits    An island also holds old weights, outer momentum, with --outer-bits the rounding error,
+          and while it averages, N messages. Neither buffers nor the inner optimizers' states are
+          averaged. On fast links ddp.py is better (docs/learn/diloco.md).
 
     torchrun --nproc_per_node=4 diloco.py         python diloco.py --stream 3 --outer-bits 4
 

@@ -21,7 +21,7 @@ of which r = (N-1)/N leave the rank. Once a step: 2 r P e, to all-reduce the P o
 Backward: each row's gradient goes back the way the row came. An expert gets its tokens of the whole
 batch, so its gradient is complete, if each rank divides its loss by the number of all tokens. The
 gradients of all other parameters, the router's too, are summed over the ranks.
-Not worth it where all experts fit on every rank and it has many tokens (docs/learn/experts.md).
+Not worth it where each rank can hold all experts and has many tokens (docs/learn/experts.md).
 
     torchrun --nproc_per_node=4 expert_parallel.py      python expert_parallel.py --experts 5
 
@@ -200,6 +200,7 @@ class ExpertDispatch(nn.Module):
     result is not returned: keep it yourself.
     chunks: the tokens are cut into as many; one is computed while others travel.
     capacity: how many times its even share an expert takes, see drop_late. None: as many as come.
+    before_wait(): called before each wait for rows, see dualpipe.py.
 
     All ranks must call this equally often, backward too, with the same experts_per_rank and chunks:
     otherwise they wait for ever. A rank without tokens gives x (0, C).

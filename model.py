@@ -30,7 +30,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-IGNORE = -1  # the target of a position that adds nothing to the loss
+IGNORE = -1  # the target of a position that adds nothing to the loss (torch's default: -100)
 
 
 @dataclass(frozen=True)
@@ -288,7 +288,7 @@ def activate(up, gate=None):
 
 def rotary_table(positions, head_dim, theta, dtype, scaling=None):
     """cos and sin of the angles of positions (..., T), (..., T, D) (Su et al. 2021, 2104.09864)."""
-    # In float32 whatever the model's dtype: published weights were trained so
+    # Angles in float32 whatever the model's dtype: published weights were trained so
     steps = torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim
     frequencies = 1.0 / theta**steps  # (D/2,)
     if scaling is not None:
@@ -299,7 +299,8 @@ def rotary_table(positions, head_dim, theta, dtype, scaling=None):
 
 
 def rotate(x, table):
-    """Turn each pair (x[i], x[i + D/2]) of x (..., T, D) by the angle of its position."""
+    """Turn each pair (x[i], x[i + D/2]) of x (..., T, D) by its position's angle. The pairs are
+    Hugging Face's; the paper has (x[2i], x[2i + 1])."""
     cos, sin = table
     a, b = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-b, a), dim=-1) * sin
@@ -310,7 +311,7 @@ def rotate(x, table):
 
 class MoE(nn.Module):
     """x (B, T, C) -> (B, T, C): each token passes k of E experts, and a shared MLP if the config
-    has one (DeepSeek-V3, arXiv:2412.19437)."""
+    has one (DeepSeekMoE, arXiv:2401.06066)."""
 
     def __init__(self, config):
         super().__init__()

@@ -12,7 +12,7 @@ Split     The layers' matrices, by the FLOPs of their iteration, largest first. 
           take AdamW, which works on any piece: each rank owns 1/N of each.
 Sent      2 r P e bytes on average, r = (N-1)/N, for P parameters of e bytes on N ranks: as ZeRO-1.
           One reduce takes a matrix's gradient to its owner, one broadcast brings the new matrix to
-          all. What has N owners takes N of each.
+          all. A parameter with N owners takes N of each, one per part.
 Held      Weights and gradients whole, and 1/N of the states: one number per element of a matrix.
 Computed  20 m m n + 10 m m m FLOPs for a matrix of m x n, m <= n, once a step, on one rank.
 Backward  The model's own. A matrix is reduced as soon as its gradient is there.
@@ -126,7 +126,7 @@ class Muon:
             for x, y in micro_batches:                 # here 2
                 loss = cross_entropy(model(x), y, reduction="sum") / target_count
                 loss.backward()
-            muon.clip(muon.grad_norm(), 1.0)           # clip_grad_norm_ would be wrong: see below
+            muon.clip(muon.grad_norm(), 1.0)           # torch's would read unsummed gradients
             muon.step()
 
     p.grad is the sum of all ranks' on p's owner only. To read it elsewhere call gather_full().

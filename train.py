@@ -391,8 +391,8 @@ def train(run, schedule=None):
             if stopped:  # by a signal that any rank received
                 return 0
             if validation.due(args, step):
-                loss = validation.validate(run, runner, [dp, pp])
-                write_row({"step": step + 1, "val_loss": loss})
+                val_loss = validation.validate(run, runner, [dp, pp])
+                write_row({"step": step + 1, "val_loss": val_loss})
 
     # After the last step
     exported = pretrained.export(run, model, optimizer, island)
