@@ -11,7 +11,7 @@ longer needed. In each round rank r sends one chunk to rank r-1:
     rank 2    2  2  2    .   02  2     .    .  012    012 012 012     3, 4: an all-gather
 
 Sent      A rank sends 2 (N-1) chunks, that is 2 S (N-1)/N bytes for a tensor of S bytes: about
-          2 S, whatever N is. No all-reduce can do with less: some rank must send that much. But
+          2 S, whatever N is. Where only ranks add, one of them must send at least that much. But
           each of the 2 (N-1) rounds waits for the one before. Small tensors are faster by recursive
           doubling: log2 N rounds of S bytes. Halving-doubling sends the ring's bytes in 2 log2 N
           rounds, if N is a power of two. Two trees come near for any N: docs/learn/collectives.md.
@@ -300,9 +300,9 @@ def direct_all_reduce(view, x, combine):
 
 
 def hierarchical_all_reduce(view, x, combine, node=None):
-    """Nodes of `node` neighbouring ranks have fast links inside. Reduce-scatter inside; all-reduce
-    with the ranks at the same place of the other nodes, which has 2 (N/node - 1) slow rounds with
-    1/node of the bytes; all-gather inside."""
+    """Nodes of `node` neighbouring ranks (it divides N) have fast links inside. Reduce-scatter
+    inside; all-reduce with the ranks at the same place of the other nodes, which has 2 (N/node - 1)
+    slow rounds with 1/node of the bytes; all-gather inside."""
     node = node or math.gcd(2, view.size)  # 2 if N is even, else 1
     place = view.rank % node
     inside = view.among(range(view.rank - place, view.rank - place + node))

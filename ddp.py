@@ -14,7 +14,8 @@ Sent      The gradients, once a step. Each of N ranks in a ring all-reduce sends
 
 Backward  The model's own: the gradient of a sum is the sum of the gradients. A rank's loss is the
           sum over its tokens, divided by the number of tokens in the whole batch, so the ranks'
-          gradients add up to the batch's. A rank may have more rows than another.
+          gradients add up to the batch's. A rank may have more rows than another. torch's DDP
+          averages instead: its losses, means over a rank's rows, would be N times too large here.
 Limits    Parameters, gradients and AdamW's two moments, 4 P e bytes, must fit on one rank. Else
           zero.py is the next step. docs/learn/data-parallelism.md has the rest.
 

@@ -49,9 +49,9 @@ class PlainFSDP:
             optimizer.step()
             optimizer.zero_grad()
 
-    Before it all ranks have equal weights, in one dtype, on their device, and no parameter is in
-    two units (untie the head). A unit returns one tensor, and each of its parameters gets a
-    gradient in every backward pass."""
+    Before it all ranks have equal weights, in one dtype, on their device. Each parameter is in
+    exactly one unit (untie the head): in none it would never be summed, nor stepped on. A unit
+    returns one tensor, and each of its parameters gets a gradient in every backward pass."""
 
     def __init__(self, module, group):
         self.group, self.parameters = group, list(module.parameters())

@@ -46,7 +46,8 @@ def push(parameters, group):
                 optimizer.step()
             optimizer.zero_grad()
 
-    Not checked: the order of these lines. Only the server's weights are new after step()."""
+    Not checked: the order of these lines. After step() only the server's weights are new: after the
+    last one call pull() once more."""
     parameters = trained(parameters)
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     message = flatten(gradients)

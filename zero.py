@@ -51,10 +51,11 @@ class PlainZeRO1:
             (cross_entropy(model(x), y, reduction="sum") / target_count).backward()
             zero.step()
 
-    With several micro-batches step() follows the last. In stage 2 zero.reduce() follows each of the
-    others: no p.grad outlives its backward pass. Before: equal weights on all ranks, in one dtype,
-    on their device, none frozen. Not checked: clip_grad_norm_ (before step() it sees this rank's
-    gradients, not their sum); weight decay where p.dim() > 1 (the flat shard gets none)."""
+    With several micro-batches step() follows the last, and in stage 2 zero.reduce() each of the
+    others: no p.grad outlives its backward pass, but at its end all are there (ZeRO, below, sums
+    and frees them during it). All ranks start with equal weights, of one dtype, on one device, none
+    frozen. Not checked: clip_grad_norm_ (before step() it sees this rank's gradients, not their
+    sum); an optimizer that tells matrices from vectors by p.dim(): the shard is flat."""
 
     def __init__(self, model, group, make_optimizer):
         self.group, self.parameters = group, list(model.parameters())
