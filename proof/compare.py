@@ -25,7 +25,6 @@ from proof.differences import (
     Recording,
     differences,
     explain,
-    first_step,
     limits_of,
     sizes_of,
 )
@@ -60,7 +59,7 @@ def report(reference, other, tolerance=None):
     sizes = f"{steps} {'step' if steps == 1 else 'steps'}, {len(weights_of(a))} weights"
     text = f"{sizes}, {precision}: tolerance {limits['grad']:.0e} for a gradient"
     if any(d.is_off for d in found):
-        place, *lines = explain(a, b, found, lambda step: first_step(a) if step == 1 else None)
+        place, *lines = explain(a, b, found)
         return 1, "\n  ".join([f"{text}\nfirst apart: {place}", *lines])
     lines = [text]
     for kind in limits:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from harness.placement import placement, take
 from harness.presets import parameter_shapes
-from proof.differences import Again, Difference, Recording, differences, explain, limits_of
+from proof.differences import Difference, Recording, differences, explain, limits_of
 from proof.recorder import summary
 from proof.tolerance import FLOOR
 
@@ -26,15 +26,12 @@ class Notes:
     """What a run notes of the steps that are compared, while it is `on`.
 
     outputs     of each step: {name: [marks]}
-    squares     of each step: the sum of squares of this rank's gradients
-    norms       of this rank's matrices as the run begins
     first_gradients, gradients    of the first step, and of the last
     named       the latest function that `check` got
     """
 
     def __init__(self):
-        self.on = False
-        self.outputs, self.squares, self.norms = [], [], {}
+        self.on, self.outputs, self.first_gradients = False, [], None
         self.named, self.gradients = lambda: [], {}  # a rank may have no gradients to compare
 
     def begin(self, on):
@@ -49,16 +46,12 @@ class Notes:
             with torch.no_grad(), _disable_current_modes():
                 self.outputs[-1].setdefault(name, []).append(marks_of(x))
 
-    def gradients_of(self, named, keep):
-        """The gradients of a step, when they are complete. keep: they are compared later."""
-        self.named, parameters = named, dict(named())
-        gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-        self.squares.append([g.double().square().sum() for g in gradients.values()])
-        if keep:
-            self.gradients = {name: g.clone() for name, g in gradients.items()}
-        if len(self.squares) == 1:
+    def gradients_of(self, named):
+        """Keep the gradients of a step, when they are complete."""
+        self.named = named
+        self.gradients = {name: p.grad.clone() for name, p in named() if p.grad is not None}
+        if self.first_gradients is None:
             self.first_gradients = self.gradients
-            self.norms = {name: p.detach().norm() for name, p in parameters.items() if p.dim() > 1}
 
 
 def watch(model, note):
@@ -96,44 +89,28 @@ class Evidence(NamedTuple):
     errors       {(kind, name): relative difference} of what it holds. The kinds are "first", a
                  gradient of the first step, "grad", one of the last, and "param", a weight
     summaries    {(kind, name): the summary of the whole tensor}
-    twice        names of the matrices whose shard another rank began with too
-    groups       {name: ranks} of its process groups
-    outputs, squares    as of its Notes, added up and on the host
+    outputs      as of its Notes, on the host
     """
 
     errors: dict
     summaries: dict
-    twice: list
-    groups: dict
     outputs: list
-    squares: list
 
 
-def evidence(run, notes, errors, tensors, parameters):
+def evidence(notes, errors, tensors, parameters):
     """This rank's Evidence. All ranks call it.
 
     tensors     {kind: {name: its piece}}
     parameters  {name: parameter} that it holds
     """
-    ranks_of = dist.get_process_group_ranks
-    groups = {name: ranks_of(group) for name, group in run.named_groups.items()}
-    summaries, twice = {}, []
+    summaries = {}
     for name, p in parameters.items():
-        cut_over = [group for group, _, _ in placement(p)["cuts"].values()]
         for kind, pieces in tensors.items():
             total = summary_of_piece(pieces.get(name, torch.zeros_like(p)), p)
-            for group in cut_over:  # summaries of pieces add up
+            for group, _, _ in placement(p)["cuts"].values():  # summaries of pieces add up
                 dist.all_reduce(total, group=group)
             summaries[kind, name] = total.tolist()
-        for group in cut_over if name in notes.norms else ():
-            norms = [None] * dist.get_world_size(group)
-            own = 0 if placement(p).get("duplicate") else notes.norms[name].item()
-            dist.all_gather_object(norms, own, group=group)
-            if own > 0 and norms.count(own) > 1:
-                twice.append(name)
-    outputs = [joined(of_step) for of_step in notes.outputs]
-    squares = [float(sum(of_step)) for of_step in notes.squares]
-    return Evidence(errors, summaries, twice, groups, outputs, squares)
+    return Evidence(errors, summaries, [joined(of_step) for of_step in notes.outputs])
 
 
 def summary_of_piece(piece, parameter):
@@ -154,38 +131,31 @@ def joined(outputs):
 # --- what rank 0 makes of it
 
 
-def diagnose(run, everyone, alone, weights_after):
+def diagnose(run, everyone, alone, initial):
     """(the first thing that is off, lines about it). everyone: the Evidence of each rank. alone:
-    the Trainee of one process. weights_after(steps): its weights then."""
-    floor, limits, last = FLOOR[run.precision], limits_of(run.precision), len(alone.losses)
+    the Trainee of one process. initial: {name: weight} as its run began."""
+    limits, last = limits_of(run.precision), len(alone.losses)
     at = {"first": (1, "grad"), "grad": (last, "grad"), "param": (last + 1, "data")}
-    ours, theirs = recordings(run, everyone, alone, at, weights_after(0))
-    limit = min(10 * limits["outputs"], 0.02)
-    found = [*equal_shards(everyone), *wrong_outputs(everyone, alone, limit)]
-    for d in differences(ours, theirs, limits, floor):
+    ours, theirs = recordings(run, everyone, alone, at, initial)
+    found = list(wrong_outputs(everyone, alone, min(10 * limits["outputs"], 0.02)))
+    for d in differences(ours, theirs, limits, FLOOR[run.precision]):
         if d.kind == "norm" and d.step not in (1, last):
             d = d._replace(name="backward or the norm")  # this step's gradients are not kept
         for kind in at:
             if at[kind] == (d.step, d.kind):
                 d = on_ranks(d, {r: of.errors.get((kind, d.name)) for r, of in enumerate(everyone)})
         found.append(d)
-    kinds = ["data", "outputs", "loss", "grad", "norm"]
-    found.sort(key=lambda d: (d.step, kinds.index(d.kind)))
+    kinds = ["outputs", "loss", "grad", "norm"]
+    found.sort(key=lambda d: (d.step, kinds.index(d.kind) if d.kind in kinds else -1))
     if not any(d.is_off for d in found):
         return "the loss or the norm, on another rank than 0", []
-
-    def again(step):
-        [(tokens, targets, _)] = run.microbatches(step - 1, pieces=1)
-        return Again(run.config, weights_after(step - 1), tokens, targets)
-
-    first_off, *lines = explain(ours, theirs, found, again)
+    first_off, *lines = explain(ours, theirs, found)
     return first_off, lines
 
 
 def recordings(run, everyone, alone, at, initial):
     """Recordings of one process and of the run. at: {kind of Evidence: (step, kind in a line)}."""
-    groups = everyone[0].groups
-    sizes = {name: len(ranks) for name, ranks in groups.items()}
+    sizes = {name: dist.get_world_size(group) for name, group in run.named_groups.items()}
     if list(sizes.values()).count(sizes.get("world")) > 1:  # that has another name, too
         del sizes["world"]
     sizes["micro-batches"] = getattr(run.args, "microbatches", 1)
@@ -206,13 +176,6 @@ def recordings(run, everyone, alone, at, initial):
             for of_rank in everyone:
                 value = of_rank.summaries.get((kind, name))
                 values += [value] if value and value not in values else []
-    for step in (1, last):  # whose gradients are compared
-        squares = [of_rank.squares[step - 1] for of_rank in everyone]
-        norms = {"it is that of rank 0's tensors alone, never summed over the ranks": squares[:1]}
-        for name, ranks in groups.items():
-            words = f"tensors that several ranks of {name} hold are counted once for each"
-            norms[words] = [squares[rank] for rank in ranks]
-        theirs[step]["norms"] = {words: sum(of_some) ** 0.5 for words, of_some in norms.items()}
     return Recording("", facts, ours), Recording("", facts, theirs)
 
 
@@ -233,14 +196,6 @@ def in_words(ranks, world):
     if len(ranks) == world > 1:
         return " on all ranks"
     return f" on rank {', '.join(map(str, ranks))}" if ranks else ""
-
-
-def equal_shards(everyone):
-    """Yield a Difference for each matrix of which two ranks began with the same shard."""
-    for name in dict.fromkeys(name for of_rank in everyone for name in of_rank.twice):
-        ranks = [str(rank) for rank, of_rank in enumerate(everyone) if name in of_rank.twice]
-        cause = f"ranks {', '.join(ranks)} have the same shard: drawn alike, or cut at one place"
-        yield Difference(1, "data", name, math.inf, 0.0, cause=cause)
 
 
 def wrong_outputs(everyone, alone, limit):

@@ -11,23 +11,14 @@ Tensors are compared by their summaries (proof/recorder.py): the norm, and eight
 The root mean square of the projections' differences estimates the norm of the tensors' difference.
 """
 
-import itertools
 import math
-import os
-from fractions import Fraction
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
-from harness import initialize
-from model import IGNORE, Config
-from proof.recorder import summary
 from proof.tolerance import TOLERANCE
 
 MOST = 5  # tensors that are named
-MOST_ROWS = 64  # of a batch whose rows are told apart
 PIECES = ("micro", "accum")  # names of groups that are no ranks begin so
 # {kind in a line: the tolerance that holds for it}
 LIMITS = {"outputs": "grad", "loss": "loss", "grad": "grad", "norm": "grad_norm", "data": "param"}
@@ -143,9 +134,9 @@ def distance(u, v):
 # --- what to say of it
 
 
-def explain(a, b, found, again):
+def explain(a, b, found):
     """Lines about the first of the Differences `found` that is off, and about others of the same
-    kind and step. again(step) gives an Again, or None."""
+    kind and step."""
     first = next(d for d in found if d.is_off)
     of_kind = [d for d in found if (d.step, d.kind) == (first.step, first.kind)]
     off = [d for d in of_kind if d.is_off]
@@ -153,10 +144,6 @@ def explain(a, b, found, again):
     lines, alike = [where(a, first)], {}
     for d in off:
         alike.setdefault(d.cause or relation(a, b, d), []).append(d)
-    if not all(text and not text.endswith("the right one") for text in alike):
-        cause = rows_that_count(again, a, b, first)
-        if cause:
-            return [*lines, f"{len(off)} of {total} {words} are off", f"cause: {cause}"]
     for text, group in alike.items():
         if text and len(group) > 1:
             names = ", ".join(d.name for d in group[:MOST])
@@ -164,12 +151,13 @@ def explain(a, b, found, again):
             who = f"all {total} {words}" if len(group) == total else some
             lines.append(f"{who}: {text}")
             continue
+        if len(group) > MOST:
+            lines.append(f"{len(group)} of {total} {words} are off, such as")
         for d in sorted(group, key=lambda d: (d is not first, -d.error))[:MOST]:
             off_by = f"off by {d.error:.1e}{d.place}; " if d.limit else ""
             if d.ours is not None and not text:
-                off_by += (
-                    f"its norm is {norm(d.theirs)[0] / norm(d.ours)[0]:.3g} times the right one"
-                )
+                ratio_of_norms = norm(d.theirs)[0] / norm(d.ours)[0]
+                off_by += f"its norm is {ratio_of_norms:.3g} times the right one"
             if off_by or text:
                 lines.append(f"{d.name}: {off_by}{text}")
     return lines
@@ -207,8 +195,6 @@ def of_number(a, b, d):
         if len(norms) > 1:
             words = "each rank has the norm of its own part: the squares were never summed"
             yield words, math.hypot(*norms), d.ours
-        for words, value in b.lines[d.step].get("norms", {}).items():
-            yield words, d.theirs, value
     yield multiple(d.theirs / d.ours if d.ours else math.nan, sizes_of(a, b)), 0.0, 0.0
 
 
@@ -262,12 +248,8 @@ def multiple(k, sizes):
         "summed once too often, or not averaged,": k,
         "averaged once too often, or not summed,": 1 / k if k else 0.0,
     }
-    for (words, number), count in itertools.product(ways.items(), (1, 2)):
-        fitting = []
-        for names in itertools.combinations(sizes, count):
-            n = math.prod(sizes[name] for name in names)
-            if abs(number - n) < 1e-3 * n:
-                fitting.append(" x ".join(names))
+    for words, number in ways.items():
+        fitting = [name for name, n in sizes.items() if abs(number - n) < 1e-3 * n]
         if fitting:
             over = f"{' or '.join(fitting)} ({round(number)})"
             return f"it is {k:.6g} times the right one: as if {words} over {over}"
@@ -278,70 +260,3 @@ def sizes_of(a, b):
     """{what a tensor may be summed over: how many}: b's groups, and those of a that b has not."""
     sizes = a.facts.get("groups", {}) | b.facts.get("groups", {})
     return {name: n for name, n in sizes.items() if n > 1}
-
-
-# --- a cause for which the right run takes the step again
-
-
-class Again(NamedTuple):
-    """A step of the right run. weights: {name: whole} before it."""
-
-    config: Config
-    weights: dict
-    tokens: torch.Tensor  # (B, T)
-    targets: torch.Tensor
-
-    def model(self):
-        like = next(iter(self.weights.values()))
-        draw = lambda name, *_: self.weights[name]  # noqa: E731
-        return initialize.build(self.config, 0, like.device, like.dtype, draw)
-
-
-def first_step(a):
-    """The Again of step 1, or None: a file of recorder.py has none, and a large model's weights are
-    not kept."""
-    path = os.path.join(a.path, "step-1.safetensors")
-    try:
-        config, tensors = Config(**a.facts["config"]), load_file(path)
-        batch = tensors.pop("tokens"), tensors.pop("targets")
-    except (OSError, SafetensorError, LookupError, TypeError, ValueError):
-        return None
-    weights = {name.removeprefix("data."): x for name, x in tensors.items()}
-    return Again(config, weights, *batch) if weights else None
-
-
-def rows_that_count(again, a, b, d):
-    """How often each row of the batch counts in the gradients of the first Difference's step, in
-    words, or "": a micro-batch may be left out, or one rank's rows count twice. again: as of
-    `explain`."""
-    ours, theirs = (recording.lines[d.step].get("grad") for recording in (a, b))
-    if d.kind not in ("outputs", "loss", "grad") or not ours or not theirs:
-        return ""
-    again = again(d.step)
-    if again is None or len(again.tokens) > MOST_ROWS:
-        return ""
-
-    def vector(summaries):
-        """The projections of all tensors."""
-        return torch.cat([table(summaries.get(name, 9 * [0.0]))[0, 1:] for name in ours])
-
-    model, parts, wanted = again.model(), [], vector(theirs)
-    count = (again.targets != IGNORE).sum()
-    for tokens, targets in zip(again.tokens.split(1), again.targets.split(1)):
-        model.zero_grad()
-        model(tokens, targets=targets, target_count=count).backward()
-        parts.append(vector({name: summary(p.grad).tolist() for name, p in model.named()}))
-    if not wanted.isfinite().all():
-        return ""
-    parts = torch.stack(parts, 1)
-    solution = torch.linalg.lstsq(parts, wanted[:, None]).solution.flatten()
-    # These are ratios of numbers of rows, but for rounding
-    times = [Fraction(x).limit_denominator(len(again.tokens) ** 2) for x in solution.tolist()]
-    total = parts @ torch.tensor(times, dtype=torch.float64)
-    if len(set(times)) == 1 or (total - wanted).norm() > d.fit * wanted.norm():
-        return ""
-    words, end = [], 0
-    for value, run in itertools.groupby(times):
-        start, end = end + 1, end + len(list(run))
-        words.append(f"{start} to {end} {value} times" if start < end else f"{end} {value} times")
-    return f"rows of the batch do not count once each, but {', '.join(words)}"

@@ -135,11 +135,10 @@ def prove(run, reference, notes):
     tensors["first"], first = notes.first_gradients, alone.first_gradients if alone else None
     differences |= compare_tensors(run, "first", first, tensors["first"], parameters)
     everyone = [None] * run.world if run.rank == 0 else None
-    dist.gather_object(evidence(run, notes, differences, tensors, parameters), everyone)
+    dist.gather_object(evidence(notes, differences, tensors, parameters), everyone)
     if run.rank > 0:
         return Proof(steps, errors, worst)
-    said = diagnose(run, everyone, alone, lambda steps: one_process(run, steps).weights)
-    return Proof(steps, errors, worst, *said)
+    return Proof(steps, errors, worst, *diagnose(run, everyone, alone, Trainee(run).weights))
 
 
 def compare_tensors(run, kind, reference, tensors, parameters):

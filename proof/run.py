@@ -140,9 +140,8 @@ class Run(rank.TrainingRank):
         not finite, else 0."""
         self.notes.on = False
         with _disable_current_modes():  # the ledger must not count the proof's messages
-            if self.step < self.proven:
-                last = self.step == self.proven - 1
-                self.notes.gradients_of(named, keep=self.step == 0 or last)
+            if self.step in (0, self.proven - 1) and self.proven:
+                self.notes.gradients_of(named)
             more = [make() for make in self.also_read]
         numbers = torch.stack([loss, norm, *more])
         self.copy = numbers.to("cpu", non_blocking=True)  # into pinned memory

@@ -354,19 +354,19 @@ no rank adds to a shard: zero:ShardedBucket.start_reduction
     sgd --dp 2 --zero 1 -> step 1, backward ->
 norm counts copies: harness:grad_norm
     () if cut_over else copied_over -> ()
-    gpt2 --tp 2 -> step 1, the norm -> that several ranks of tp hold are counted once for each
+    gpt2 --tp 2 -> step 1, the norm -> times the right one
 norm counts experts on each rank: harness:grad_norm
     sum_over(cut_over, square) -> sum_over(dict.fromkeys(cut_over + copied_over), square)
     moe-gpt2 --tp 2 --sp --ep 2 --fold-experts -> step 1, the norm ->
 norm is local: harness:grad_norm
     sum_over(groups, total) -> sum_over((), total)
-    sgd --pp 2 -> step 1, the norm -> it is that of rank 0's tensors alone
+    sgd --pp 2 -> step 1, the norm -> times the right one
 first piece on every rank: tensor_parallel:span
     start = min(index * width, size) -> start = 0
-    sgd --tp 2 -> before step 1: the weight of -> ranks 0, 1 have the same shard
+    sgd --tp 2 -> step 1, forward: the output of blocks.0 on all ->
 all shards equal: harness.placement:placement
     "placement", {}) -> "placement", {}) | first_cuts(parameter)
-    sgd --tp 2 -> before step 1: the weight of -> ranks 0, 1 have the same shard
+    sgd --tp 2 -> step 1, forward: the output of blocks.0 on all ->
 shared kv-heads counted twice: zero:is_counted
     if placed(p, "duplicate", False): -> if False:
     grouped --tp 4 --zero 1 -> step 1, the norm ->
@@ -396,7 +396,7 @@ whole experts summed over tp: sequence_parallel:parallelize_sequence
     moe-top-1 --tp 2 --sp --ep 2 --fold-experts -> step 1, backward ->
 last micro-batch only: pipeline:StageRunner.forward
     self.saved[m, stage] = x, y -> self.saved[m, stage] = x, y if m == 1 else 0 * y
-    sgd --dp 2 --microbatches 2 -> step 1, backward -> 1 to 3 0 times, 4 to 6 1 times, 7
+    sgd --dp 2 --microbatches 2 -> step 1, backward ->
 loss is a mean of means: trainer.large_vocabulary:LeanCrossEntropy.forward
     losses.sum() / target_count -> losses.sum() / targets.numel()
     sgd --dp 2 --microbatches 2 -> step 1, the loss -> it is 4 times the right one

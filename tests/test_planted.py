@@ -130,15 +130,12 @@ def run(ranks, world, cases):
             for bug, (parts, _) in table.items():
                 kind(folder, bug, parts).run()
 
-    def compare_all(rank):  # in one process, which may train our steps again
-        for folder, _, table in cases:
-            for bug, (_, words) in table.items():
-                code, said = compare.report(f"{folder}/ours", f"{folder}/{bug}.jsonl")
-                assert words in said and code == (words != RIGHT), f"{bug}:\n{said}"
-                assert "which is not in both" not in said, said
-
     ranks(world, work)
-    ranks(1, compare_all)
+    for folder, _, table in cases:
+        for bug, (_, words) in table.items():
+            code, said = compare.report(f"{folder}/ours", f"{folder}/{bug}.jsonl")
+            assert words in said and code == (words != RIGHT), f"{bug}:\n{said}"
+            assert "which is not in both" not in said, said
 
 
 # --- one process
@@ -182,20 +179,15 @@ def drawn(loop, model):
         nn.init.normal_(p, 0, 0.02)
 
 
-ROWS = "cause: rows of the batch do not count once each, but"
+FIRST = "first apart: step 1, backward: the gradient of head.norm.bias"
+OUTPUT = "first apart: step 1, forward: the output of embed"  # a sum over tokens
 GPT2 = {
     "nothing": ({}, RIGHT),
     "shifted again": (dict(rows=shifted_again), "it lacks 12 of the 12 targets, and has 12 others"),
-    "last piece alone": (
-        dict(forward=zeroed_before_each_piece),
-        f"{ROWS} 1 to 9 0 times, 10 to 12 1 times",
-    ),
-    "a piece dropped": (
-        dict(cut=lambda *x: Loop.cut(*x)[:3]),
-        f"{ROWS} 1 to 9 1 times, 10 to 12 0",
-    ),
-    "a piece twice": (dict(cut=lambda *x: Loop.cut(*x)[-1:] + Loop.cut(*x)), "10 to 12 2 times"),
-    "mean of means": (dict(cut=unequal_pieces, pieces=3), f"{ROWS} 1 to 10 4/5 times, 11 to 12 2"),
+    "last piece alone": (dict(forward=zeroed_before_each_piece), FIRST),
+    "a piece dropped": (dict(cut=lambda *x: Loop.cut(*x)[:3]), OUTPUT),
+    "a piece twice": (dict(cut=lambda *x: Loop.cut(*x)[-1:] + Loop.cut(*x)), OUTPUT),
+    "mean of means": (dict(cut=unequal_pieces, pieces=3), "step 1, the loss"),
     "no division": (dict(loss=without_division), "it is 4 times the right one: as if summed once"),
     "no zero_grad": (dict(zero_grad=False), "no zero_grad: 0.0"),
     "frozen": (dict(plant=frozen), "1.0e+00; it is zero"),

@@ -126,8 +126,8 @@ class Recording(Recorder):
             self.write_batch()
 
     def write_batch(self):
-        """Write the step's batch. With the first one all weights, if these are few: from them
-        proof/differences.py takes the step again."""
+        """Write the step's batch. With the first one all weights, if these are few, for
+        a loop that is to start from them."""
         run, tensors = self.run, {}
         if self.number == 1 and parameter_count(run.config) <= MOST_KEPT:
             for name, whole in whole_weights(run, self.model, self.optimizer):
