@@ -15,8 +15,8 @@ and pp outermost. Here dp 2, tp 2, pp 2 on 8 ranks:
 cp splits each sequence over ranks that hold the same weights, so data-parallel groups have dp x cp
 ranks. ep takes no ranks of its own: the experts are dealt out over ep of these dp x cp ranks, and
 each expert has dp x cp / ep copies. With --fold-experts ep is a part of dp x cp x tp, and a rank's
-experts are whole. --islands N is outside all: N such meshes, which average their
-weights rarely (trainer/islands.py); batch, loss and norm below are then those of an island.
+experts are whole. --islands N is outside all: N such meshes, which average their weights rarely
+(trainer/islands.py).
 
 Batch, loss and gradient norm are global: --batch counts the sequences of all ranks, the loss is the
 sum over all tokens divided by their number, and the norm counts every parameter once. So another
@@ -61,7 +61,6 @@ from trainer import islands, layout, pretrained, recording, sampling, saving, tr
 from trainer.faults import first_nonfinite, skip_where
 from trainer.large_vocabulary import lean_head
 from trainer.layout import cp_shape, open_groups, prepare
-from trainer.loss_scale import LossScale
 
 # Each adds its own flags. command: --dry-run and --plan; recording: --record
 PARTS = [layout, validation, saving, sampling, tracking, recording, pretrained, command, islands]
@@ -243,9 +242,9 @@ class ForwardBackward:
     run: the flags, device, data and log of this process. optimizer: of `data_parallel`.
     turns: of `build`."""
 
-    def __init__(self, run, schedule, groups, model, turns, optimizer, loss_scale):
+    def __init__(self, run, schedule, groups, model, turns, optimizer):
         self.run, self.schedule, self.groups, self.model = run, schedule, groups, model
-        self.turns, self.optimizer, self.loss_scale = turns, optimizer, loss_scale
+        self.turns, self.optimizer = turns, optimizer
         # Which part of the batches is this rank's: islands have batches of their own
         island = run.rank // (run.world // run.args.islands)
         self.replica = island * run.args.dp + dist.get_rank(groups["dp"]) // run.args.cp
@@ -261,13 +260,10 @@ class ForwardBackward:
         """Forward and backward of a step: leaves complete gradients, and returns this rank's part
         of the loss."""
         self.optimizer.zero_grad()
-        # Divided by the loss scale: losses and gradients are larger by as much
-        scaled_count = self.loss_scale.count(self.run.target_count)
         with self.expert_rows:  # counts for the receipt
-            losses = self.pipeline_for(self.schedule, batches, scaled_count).run()
+            losses = self.pipeline_for(self.schedule, batches, self.run.target_count).run()
         self.optimizer.finish()  # waits until gradients are summed over the replicas
-        # Only the last stage has losses
-        return sum(losses, self.run.zero()) / self.loss_scale.value
+        return sum(losses, self.run.zero())  # only the last stage has losses
 
     def forward_only(self, batches, target_count):
         schedule = pipeline.forward_only(self.schedule, len(batches))
@@ -316,10 +312,6 @@ class ForwardBackward:
         with self.run.watch(action), scope(action):
             yield
 
-    def full_weights(self):
-        """(name, parameter) of this rank's stages, not split over replicas, with the gradients."""
-        return self.loss_scale.unscale(self.optimizer.gather_full(self.model.named()))
-
 
 # --- training
 
@@ -340,68 +332,65 @@ def train(run, schedule=None):
     turns = dualpipe.Turns()
     model = build(run, schedule, groups, turns)
     optimizer = data_parallel(run, model, groups)
-    loss_scale = LossScale(args, optimizer)  # 1, but for float16
-    runner = ForwardBackward(run, schedule, groups, model, turns, optimizer, loss_scale)
+    runner = ForwardBackward(run, schedule, groups, model, turns, optimizer)
     dp, tp, pp, island = (groups.get(name) for name in ("dp", "tp", "pp", "island"))
 
     # What goes with it. Each does nothing unless its flags ask for it
     tracking.describe(run, schedule)
     averaging = islands.make(run, model, optimizer, groups)
-    checkpoints = saving.Saver(run, model, optimizer, loss_scale, averaging)
+    checkpoints = saving.Saver(run, model, optimizer, averaging)
     first = checkpoints.first_step()  # 0, or that after a checkpoint's
     sampling.show_untrained(runner, first)
-    recorder = recording.recorded(runner, first)
     # Sets the learning rate, counts a step's bytes for the receipt, compares with one process
-    steps = run.steps(optimizer, first, averaging.reference)
-    steps = tracking.profiled(run, steps)
+    steps = tracking.profiled(run, run.steps(optimizer, first, averaging.reference))
+    # Whole over the replicas, with their gradients
+    full_weights = functools.partial(optimizer.gather_full, model.named())
+    # --sp: the ranks of tp route different tokens, which all count in the experts' load
+    sum_load = functools.partial(harness.sum_over, [dp, tp] if args.sp else [dp])
 
-    with tracking.open_log(run, first) as write_row, checkpoints, recorder as record:
+    with (
+        tracking.open_log(run, first) as write_row,
+        recording.recorded(runner, full_weights, first) as record,
+    ):
         for step in steps:
             # Forward and backward. Meanwhile the optimizer sums gradients over the replicas
             batches = runner.batches(step)
             loss = runner.forward_backward(batches)
             # A rank has the loss of its own tokens, if it has the last stage
             harness.sum_over([dp, pp], loss)
-            # The norm of the whole model's gradient, the same on all ranks: all of them clip alike.
-            # The gradients stay larger by float16's loss scale; the optimizer divides its copies
-            norm = optimizer.grad_norm(pipeline_group=pp) / loss_scale.value
-            record(batches, loss, norm, loss_scale)
+            # The norm of the whole model's gradient, the same on all ranks: all of them clip alike
+            norm = optimizer.grad_norm(pipeline_group=pp)
+            record(batches, loss, norm)
 
             # The device leaves the step out if loss or norm are not finite. So the host queues the
             # step first, and waits for the two numbers while the device computes
-            skip_where(run.start_check(loss, norm, runner.full_weights), optimizer)
+            skip_where(run.start_check(loss, norm, full_weights), optimizer)
             optimizer.clip(norm, args.grad_clip)
             optimizer.step()
             # All ranks decide alike. `rerun` repeats forward and backward, with the same weights,
             # to name the gradient that is not finite
             rerun = functools.partial(first_nonfinite, model, runner.forward_backward, batches)
-            taken = run.end_check(blame=rerun, scale=loss_scale, group=island)
+            taken = run.end_check(blame=rerun, group=island)
             if taken:
                 run.log(loss, norm, tracking.mfu(run))
-            loss_scale.update(taken)
-            # Routers' biases move towards an even load, if there are any. Their counts are of
-            # tokens: with --sp the ranks of tp hold different ones
-            sum_load = functools.partial(harness.sum_over, [dp, tp] if args.sp else [dp])
-            gpt.rebalance(model, sum_load, taken)
+            gpt.rebalance(model, sum_load, taken)  # moves routers' biases towards an even load
             averaging.average_if_due(step)
 
             # Between two steps
             write_row(run.history[-1])
-            stopped = checkpoints.save_if_due(step + 1)
-            if stopped:  # by a signal that any rank received
+            if checkpoints.save_if_due(step + 1):  # a rank received a signal
                 return 0
             if validation.due(args, step):
                 val_loss = validation.validate(run, runner, [dp, pp])
                 write_row({"step": step + 1, "val_loss": val_loss})
 
     # After the last step
-    exported = pretrained.export(run, model, optimizer, island)
     sampling.show(runner)
     code = 0
     if first < args.steps:  # without a step there is no receipt
-        predicted = receipts.train.of_run(runner)
-        code = run.receipt(*averaging.expected(*predicted))
-    return code if exported else 1
+        code = run.receipt(*averaging.expected(*receipts.train.of_run(runner)))
+    pretrained.export(run, model, optimizer, island)
+    return code
 
 
 if __name__ == "__main__":

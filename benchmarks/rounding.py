@@ -19,7 +19,6 @@ DTYPES = {
     "float32": "--dtype float32",
     "bfloat16, float32 masters": "--dtype float32 --param-dtype bfloat16",
     "bfloat16": "--dtype bfloat16",
-    "float16, float32 masters": "--dtype float32 --param-dtype float16",
 }
 LAYOUTS = {
     "1 rank, 4 micro-batches": "--microbatches 4",

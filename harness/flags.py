@@ -14,8 +14,7 @@ from harness.outputs import short
 from harness.refusal import Refused, refusing
 from model import Config
 
-UNSCALED = ["float64", "float32", "bfloat16"]
-DTYPES = {name: getattr(torch, name) for name in [*UNSCALED, "float16"]}  # which train.py scales
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16")}
 
 # What a newcomer sets. A lesson's own flags are usual, too. The last two lines are train.py's
 USUAL = {"help", "help_all", "preset", "layers", "width", "context", "experts"}
@@ -116,6 +115,15 @@ def quantity(units, example):
     return parse
 
 
+def dtype(text):
+    """An argument type: a name of DTYPES."""
+    if text == "float16":
+        instead = "use bfloat16, or float32 on GPUs without it"
+        raise argparse.ArgumentTypeError(f"float16, which needs a loss scale, is gone: {instead}")
+    return text
+
+
+DTYPE = dict(type=dtype, choices=list(DTYPES))
 POSITIVE = dict(type=count(1), metavar="N")
 NATURAL = dict(type=count(0), metavar="N")
 FACTOR = dict(type=real(0), metavar="X")
@@ -186,7 +194,7 @@ def training_flags(g):
     g.add_argument("--weight-decay", **rate, default=0.1, help="of matrices alone")
     g.add_argument("--grad-clip", **FACTOR, default=1.0, help="largest gradient norm; 0 is off")
     why = "type of all tensors; bfloat16 loses small updates: zero.py, train.py have --param-dtype"
-    g.add_argument("--dtype", choices=UNSCALED, default="float32", help=why)
+    g.add_argument("--dtype", **DTYPE, default="float32", help=why)
     why = "compare the first N steps with one process (default: 10, or all steps in float64)"
     g.add_argument("--prove", **NATURAL, help=why)
 

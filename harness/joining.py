@@ -163,12 +163,3 @@ def enter_round(store, rank, seconds):
         time.sleep(PAUSE)
     late = f"the first rank has not come to {place()} within {seconds:g} s"
     raise Refused(late, speaker=0 if answered else rank)
-
-
-def agent_store(seconds=10.0):
-    """The store of torchrun, which keeps its keys when the ranks are started again. An empty store
-    of this process alone if there is none."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        with contextlib.suppress(Refused):  # torchrun is ending
-            return connect(0, seconds, is_master=False)
-    return dist.HashStore()

@@ -72,7 +72,7 @@ class TrainingRank(Rank):
         super().__init__(args, rank, world, device)
         self.dtype, self.config = DTYPES[args.dtype], configure(args)
         self.precision = precision(args, device)
-        may_differ = "data json nproc quiet log_every log_to tensorboard wandb".split()
+        may_differ = "data json nproc quiet log_every log_to wandb".split()
         flags = {k: value for k, value in sorted(vars(args).items()) if k not in may_differ}
         self.same(repr(flags), "other flags", "start every node with the same command")
         self.corpus = corpus or self.read_text()

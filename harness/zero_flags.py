@@ -4,13 +4,13 @@ import torch
 import torch.distributed as dist
 
 from harness import initialize
-from harness.flags import DTYPES, MEGABYTES, UNSCALED, check_batch, count, flag_of
+from harness.flags import DTYPE, DTYPES, MEGABYTES, check_batch, count, flag_of
 from harness.refusal import Refused
 
 
-def add_flags(group, bucket_mb, ranks_flag, dtypes=UNSCALED):
+def add_flags(group, bucket_mb, ranks_flag):
     """bucket_mb: the default of --bucket-mb; None: no such flag. ranks_flag: what the script calls
-    the size of a group that splits a copy. dtypes: names of weights' types"""
+    the size of a group that splits a copy."""
     why = "ZeRO within groups of N ranks, such as a node, and copies across them (HSDP)"
     group.add_argument(ranks_flag, type=count(2), metavar="N", help=why)
     if bucket_mb is not None:
@@ -23,9 +23,9 @@ def add_flags(group, bucket_mb, ranks_flag, dtypes=UNSCALED):
     why = "master weights and optimizer states in the host's memory"
     group.add_argument("--offload", action="store_true", help=why)
     why = "type of weights, gradients and activations; the optimizer's weights stay in --dtype"
-    group.add_argument("--param-dtype", choices=dtypes, help=f"{why} (default: --dtype)")
+    group.add_argument("--param-dtype", **DTYPE, help=f"{why} (default: --dtype)")
     why = "type in which gradients are summed over ranks and micro-batches (default: --param-dtype)"
-    group.add_argument("--reduce-dtype", choices=dtypes, help=why)
+    group.add_argument("--reduce-dtype", **DTYPE, help=why)
     why = "on GPUs, compute products of float32 matrices in TF32: faster, rounded to 11 bits"
     group.add_argument("--tf32", action="store_true", help=why)
 

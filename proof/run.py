@@ -53,8 +53,7 @@ class Run(rank.TrainingRank):
         self.first = 0  # the first step; not 0 after a checkpoint
         self.measured = min(1, args.steps - 1)
         self.also_read = []  # functions that return one more scalar tensor for `numbers`
-        self.not_finite = 0  # steps that the optimizer did not take, without an overflow to blame
-        self.scale = {}  # the step's loss scale, as a part of its row
+        self.not_finite = 0  # steps that the optimizer did not take
         self.watching = contextlib.ExitStack()
 
     def groups(self, **groups):
@@ -149,25 +148,19 @@ class Run(rank.TrainingRank):
             self.copied = torch.cuda.current_stream().record_event()
         return 1 - numbers[:2].isfinite().all().float()
 
-    def end_check(self, blame, scale=None, group=None):
+    def end_check(self, blame, group=None):
         """Wait for the numbers. Returns whether the step counts; --skip-nan leaves some out.
 
         blame       blame() returns (name, place) of the first parameter on this rank whose gradient
                     is not finite, or (None, "")
-        scale       a trainer.loss_scale.LossScale: a step that it was too large for is skipped
         """
         if self.device.type == "cuda":
             self.copied.synchronize()  # what was queued later may still run
         self.numbers = loss, norm, *_ = self.copy.tolist()
-        self.scale = scale.row() if scale else {}
         if math.isfinite(loss) and math.isfinite(norm):
             return True
         self.watching.close()
-        overflow = scale.overflow(loss, norm) if scale else None
-        if not overflow:
-            self.skip_or_stop(loss, norm, blame, group)
-        elif self.rank == 0 and not self.args.quiet:
-            say(f"step {self.step + 1} {overflow}")
+        self.skip_or_stop(loss, norm, blame, group)
         self.leave_out()
         return False
 
@@ -191,7 +184,7 @@ class Run(rank.TrainingRank):
         if self.step <= self.measured:
             self.measured = min(self.measured + 1, self.args.steps - 1)
         row = {"step": self.step + 1} | dict.fromkeys(("loss", "grad_norm", "lr", "tokens_per_s"))
-        self.history.append(row | self.scale)
+        self.history.append(row)
         self.restart_clock()
 
     def log(self, loss, norm, mfu=None):
@@ -203,7 +196,7 @@ class Run(rank.TrainingRank):
         self.last = now
         loss, norm, *_ = self.numbers
         row = {"step": self.step + 1, "loss": loss, "grad_norm": norm, "lr": self.lr}
-        row |= {"tokens_per_s": rate} | self.scale
+        row["tokens_per_s"] = rate
         if mfu:
             row["mfu"] = mfu(rate)
         self.history.append(row)
@@ -221,8 +214,6 @@ class Run(rank.TrainingRank):
         rate = statistics.harmonic_mean(row["tokens_per_s"] for row in rows if row["tokens_per_s"])
         line = f"step {step:4d}  loss {row['loss']:.4f}  grad norm {row['grad_norm']:7.4f}"
         line += f"  lr {row['lr']:.2e}  {rate:8,.0f} tokens/s"
-        if self.scale:
-            line += f"  scale {self.scale['loss_scale']:,.0f}"
         if "mfu" in row:
             line += f"  MFU {row['mfu']:.1%}"
         if terminal and step < steps:

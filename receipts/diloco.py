@@ -6,7 +6,6 @@ The player shares no line with diloco.py: it is written down again, from the pap
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from harness import flags
 from harness.flags import NATURAL, POSITIVE, real
@@ -89,18 +88,14 @@ class Island(Trainee):
         super().__init__(player)
         self.errors = {}  # {part: what its messages have left out}
 
-    def message(self, part, names, old, bits, pieces=None):
-        """What this island says of a part, as the others read it. pieces: see `play`."""
+    def message(self, part, names, old, bits):
+        """What this island says of a part, as the others read it."""
         weights = [self.weights[name] for name in names]
         sizes = [weight.numel() for weight in weights]
         # The old weights as the island had them, in its own dtype
         moved = [old[name].to(w).to(old[name]) - w.to(old[name]) for name, w in zip(names, weights)]
         wanted = torch.cat([m.flatten() for m in moved]) + self.errors.get(part, 0)
-        if pieces is None:
-            said = rounded(wanted, bits)
-        else:
-            named = zip(names, wanted.split(sizes))
-            said = torch.cat([rounded_in(pieces[name], x, bits) for name, x in named])
+        said = rounded(wanted, bits)
         if bits:
             self.errors[part] = wanted - said.to(wanted)
         return [piece.view_as(w) for piece, w in zip(said.split(sizes), weights)]
@@ -121,22 +116,12 @@ def rounded(x, bits):
     return torch.cat(pieces)
 
 
-def rounded_in(pieces, x, bits):
-    """The same, where each piece is rounded by itself: places in x, -1 for a zero that pads."""
-    padded = nn.functional.pad(x, (0, 1))
-    said = torch.zeros_like(padded, dtype=torch.float64)
-    for piece in pieces:
-        said[piece] = rounded(padded[piece], bits)
-    return said[:-1]
-
-
-def play(player, steps, parts, finish=False, watch=lambda step, islands: None, pieces=None):
+def play(player, steps, parts, finish=False, watch=lambda step, islands: None):
     """The islands after `steps` steps.
 
     parts   lists of parameters' names
     finish  what has moved since the latest outer steps is averaged too
     watch   watch(steps so far, islands) is called after each step
-    pieces  {parameter: pieces of it that are rounded by themselves}. Default: parts are
     """
     args = player.args
     islands = [Island(player) for _ in range(player.islands)]
@@ -148,7 +133,7 @@ def play(player, steps, parts, finish=False, watch=lambda step, islands: None, p
     sent_at = dict.fromkeys(range(len(parts)), -1)
 
     def send(part, step):
-        about = part, parts[part], old, args.outer_bits, pieces
+        about = part, parts[part], old, args.outer_bits
         said = [island.message(*about) for island in islands]
         travelling[part], sent_at[part] = (step + args.stream_delay, said), step
 
@@ -194,28 +179,24 @@ class Player(OneProcess):
     rows_of       rows_of(island, step): an island's rows, as one micro-batch
     target_count  valid targets of an island's rows
     parts         lists of parameters' names
-    pieces        pieces() is that of `play`; all ranks call it
     finishes      after the last step, what has moved is averaged too
     """
 
     has_diagnosis = False
 
-    def __init__(
-        self, run, island, islands, rows_of, target_count, parts, pieces=None, finishes=False
-    ):
+    def __init__(self, run, island, islands, rows_of, target_count, parts, finishes=False):
         self.args, self.config, self.draw = run.args, run.config, run.draw
         self.device, self.dtype = run.device, run.dtype
         self.make_optimizer = getattr(run, "make_optimizer", None)
         self.island, self.islands, self.rows_of = island, islands, rows_of
         self.target_count = target_count
-        self.parts, self.pieces, self.finishes = parts, pieces, finishes
+        self.parts, self.finishes = parts, finishes
 
     def train(self, run, steps):
-        pieces = self.pieces() if self.pieces else None
         if run.rank > 0:
             return [None] * self.islands
         finish = self.finishes and steps == self.args.steps
-        return play(self, steps, self.parts, finish, pieces=pieces)
+        return play(self, steps, self.parts, finish)
 
 
 # --- what the outer steps send and hold

@@ -18,6 +18,7 @@ def add_flags(parser):
     g.add_argument("--plan", action="store_true", help=f"{why} to the best")
     why = "devices for --plan, or several numbers for --plot: 8,16,...,512 (default: the layout's)"
     g.add_argument("--gpus", type=counts, metavar="N", help=why)
+    harness.plot_flag(g, "with --plan: how a job scales over --gpus")
     names = ", ".join(DEVICES)
     why = "or NAME=80GB,989TFLOP/s,3.35TB/s: memory, dense bf16 rate, memory bandwidth"
     g.add_argument("--gpu", metavar="NAME", help=f"{names}; {why} (default: h100)")
@@ -68,8 +69,6 @@ def main(args, prepare, train):
     if args.plan:
         args.gpus = args.gpus or [args.dp * args.cp * args.tp * args.pp]
         return planner.plan(args, cluster, prepare, train)
-    if args.plot:
-        raise harness.Refused("--plot with --dry-run is gone: use --plan, with --gpus 8,16,...,512")
     check_counts(args.dp * args.cp * args.tp * args.pp, args.pp, args.microbatches or 1)
     args, config = prepare(args)
     check_playable(args, config)

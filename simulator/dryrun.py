@@ -233,8 +233,8 @@ def play(args, rank, cluster, train, brief=None, routing=even):
     if brief:
         args.layers = brief * (schedule.last + 1)
         args.shape = args.shape and {**args.shape, "layers": args.layers}
-    off = "out", "init_from", "export", "log_to", "profile_to", "plot", "record"
-    vars(args).update(dict.fromkeys((*off, "wandb", "tensorboard")))
+    off = "out", "init_from", "export", "log_to", "profile_to", "record", "wandb"
+    vars(args).update(dict.fromkeys(off))
     # Of three steps the second is played: validation comes after the last. Of islands one is
     # played: what joins them is slow, and rare
     vars(args).update(steps=3, prove=0, eval_every=0, sample=0, resume=False, islands=1, quiet=True)

@@ -38,7 +38,6 @@ CASES = [
     ("train", f"{TRAIN} --dp 3 --zero 2 --param-dtype bfloat16 --out OUT", 2, 3, 240),
     ("train", f"{TRAIN} --dp 2 --zero 3 --recompute block", 1, 2, 260),
     ("train", f"{TRAIN} --dp 6 --zero 3 --zero-ranks 3 --microbatches 1", 4, 6, 145),
-    ("train", f"{TRAIN} --param-dtype float16", 0, 1, 235),
     ("train", f"{TRAIN} --layers 4 --pp 4 --schedule zb-h1", 2, 4, 145),
     ("train", f"{TRAIN} --dp 2 --optimizer muon", 1, 2, 400),
     ("train", f"{TRAIN} {DUALPIPEV} --zero 2", 1, 2, 440),

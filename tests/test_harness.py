@@ -129,7 +129,7 @@ sequence_parallel --experts 2 --context 3 --nproc 2 -> use --context 4
 ddp --data= -> --data is empty
 ddp --json folder -> a pipe: give a file
 train --log-to /dev/full -> a pipe: give a file
-train --dtype bfloat16 --param-dtype float16 -> is finer than --dtype bfloat16
+train --param-dtype float16 -> float16, which needs a loss scale, is gone: use bfloat16, or float32
 zero --param-dtype float64 -> is finer than --dtype float32
 fsdp --dtype bfloat16 --param-dtype float32 -> give a finer --dtype
 parameter_server --staleness 2 --nproc 1 -> needs a server and a worker: use --nproc 2
@@ -140,6 +140,9 @@ diloco --nproc 2 --sync-every 2 --stream-delay 2 -> less than --sync-every 2
 diloco --nproc 2 --outer-momentum 1 -> less than 1
 diloco --nproc 2 --batch 5 -> does not divide
 train --profile 2 -> --profile-to
+train --tensorboard x -> --log-to has the numbers
+train --plot x -> --plot means nothing without --plan
+train --islands 2 --outer-bits 4 -> for diloco.py alone
 train --only-sample -> needs weights
 train --only-sample --sample 0 --out x -> needs weights
 train --layers 8 --pp 4 --dp 2 --schedule interleaved --batch 12 -> --batch 16 does

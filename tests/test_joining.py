@@ -183,13 +183,3 @@ def test_the_store_goes_away():
     del meeting.server
     [said] = results(waiting)
     assert "went away before all ranks came" in str(said) and said.speaker == 1
-
-
-@alone
-def test_torchruns_store_remembers():
-    assert joining.agent_store().add("began", 1) == 1
-    assert joining.agent_store().add("began", 0) == 0  # there is no torchrun
-    meeting = Meeting()
-    assert joining.agent_store().add("began", 1) == 1
-    assert joining.agent_store().add("began", 0) == 1
-    assert meeting.server.get("began") == b"1"

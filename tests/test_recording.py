@@ -87,15 +87,20 @@ def test_no_layout_changes_a_recording(ranks, text, tmp_path, variant, layout):
 
 def test_a_receipt_does_not_see_the_recording(ranks, text, tmp_path):
     """All bytes are as the formulas say: run_layout's exit code is that of the receipt. After a
-    resume the recording goes on."""
-    flags = f"--layers 2 --prove 0 --zero 1 --record {tmp_path}/rec --out {tmp_path}/out --lr 0.01"
-    for steps, more in ((2, ""), (3, "--resume")):
+    resume a recording has the steps that are left."""
+    flags = f"--layers 2 --prove 0 --zero 1 --out {tmp_path}/out --lr 0.01"
+    for steps, more in (
+        (2, f"--record {tmp_path}/begin"),
+        (3, f"--resume --record {tmp_path}/end"),
+    ):
         args = arguments(text, f"{flags} {more}")
         args.steps = steps
         assert ranks(1, run_layout, args)[0][0] == 0
-    assert [line.get("step") for line in lines_of(tmp_path / "rec")] == [None, 1, 2, 3, 4]
+    assert [line.get("step") for line in lines_of(tmp_path / "begin")] == [None, 1, 2, 3]
+    assert [line.get("step") for line in lines_of(tmp_path / "end")] == [None, 3, 4]
     one = record(ranks, text, tmp_path / "one", "")
-    assert compare.report(f"{tmp_path}/rec", one)[0] == 0
+    for part in ("begin", "end"):
+        assert compare.report(f"{tmp_path}/{part}", one)[0] == 0
     other = record(ranks, text, tmp_path / "other", "--lr 0.02")
     assert "all 28 weights: its step is 2 times the right one" in compare.report(one, other)[1]
 

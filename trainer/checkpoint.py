@@ -22,7 +22,6 @@ every file and its own: a truncated file or a flipped bit is seen, and the check
 taken.
 """
 
-import contextlib
 import functools
 import json
 import math
@@ -334,15 +333,6 @@ def check_files(path):
     for file in sorted(files)[dist.get_rank() :: dist.get_world_size()]:
         if crc_of_file(os.path.join(path, file)) != files[file]["crc32"]:
             raise ValueError(f"{file} was changed, its crc32 differs")
-
-
-def newest_index(folder):
-    """The index of the newest checkpoint that has one, {} where there is none. For what must be
-    known before there are ranks. Not checked: the files."""
-    for name in checkpoints_in(folder):
-        with contextlib.suppress(ValueError, OSError):
-            return read_index(os.path.join(folder, name))
-    return {}
 
 
 def read_index(path):

@@ -16,7 +16,6 @@ goes on from it. Those of island 1 are of the kinds "island 1 weight" and so on;
 outer momentum, which all islands share, are of kinds that begin with "outer".
 """
 
-import math
 from types import SimpleNamespace
 
 import torch
@@ -24,7 +23,6 @@ import torch
 import diloco
 import harness
 from harness import Refused, flags
-from harness.placement import placement, take
 from harness.presets import parameter_shapes
 from proof.ledger import Ledger
 from receipts import diloco as player
@@ -65,6 +63,8 @@ def check(args):
     if args.islands == 1:
         return
     player.check_flags(args)
+    if args.outer_bits in (8, 4):
+        raise Refused(f"--outer-bits {args.outer_bits} is for diloco.py alone: give 16 here")
     if args.bias_rate:
         raise Refused("--bias-rate does not go with --islands: nobody averages the routers' biases")
     if args.only_sample:
@@ -118,32 +118,25 @@ class Averaging(diloco.DiLoCo):
             rows_of=lambda island, step: run.microbatches(step, island, pieces=1),
             target_count=run.target_count,
             parts=self.lists,
-            pieces=self.pieces_by_name,
             finishes=True,
         )
 
     def cut(self, lr, momentum):
-        """Cut the whole model into parts. Of each, this rank has the pieces that it steps on.
-
-        Ranks may hold the same parameter, and must round it alike. So where numbers share a scale,
-        every piece begins with a block of its own, and zeros fill its last."""
+        """Cut the whole model into parts. Of each, this rank has the pieces that it steps on."""
         self.parts, self.places = [], {}  # {tensor: (number of its part, where it begins there)}
         for names, offset in zip(self.lists, self.offsets):
             tensors, size = [], 0
             for name, *_, stepped, _ in self.holdings:
                 if name in names:
                     self.places[stepped] = len(self.parts), size
-                    tensors += [stepped, stepped.new_zeros(self.padding(stepped))]
-                    size += stepped.numel() + self.padding(stepped)
+                    tensors.append(stepped)
+                    size += stepped.numel()
             if not tensors:
                 continue  # another stage's
             part = diloco.Part(tensors, offset, lr, momentum, self.bits)
             if momentum:
                 part.outer.state[part.old]["momentum_buffer"] = torch.zeros_like(part.old)
             self.parts.append(part)
-
-    def padding(self, stepped):
-        return -stepped.numel() % diloco.BLOCK if self.bits in (8, 4) else 0
 
     def exchange(self, message):
         """Messages go from device to device, also where masters are in the host's memory."""
@@ -205,21 +198,6 @@ class Averaging(diloco.DiLoCo):
                 part.old.copy_(diloco.flat_copy(part.parameters))
 
     # --- the receipt
-
-    def pieces_by_name(self):
-        """For the player: {parameter: [what a rank rounds by itself: the numbers' places in the
-        whole, -1 for padding]}; None where numbers are rounded one by one."""
-        if self.bits not in (8, 4):
-            return None
-        held, found = [], {}
-        for name, p, flat, first, *_ in self.holdings:
-            shape = placement(p)["shape"]
-            numbers = take(torch.arange(1, math.prod(shape) + 1).view(shape), p).flatten()
-            held.append((name, numbers[first : first + len(flat)] - 1))
-        for of_rank in self.run.gather(held):
-            for name, places in of_rank:
-                found.setdefault(name, []).append(places)
-        return found
 
     def expected(self, layout, sent, held, notes):
         """The receipt's rows, with those of the outer steps."""

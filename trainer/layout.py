@@ -54,7 +54,7 @@ def add_flags(parser):
     g.add_argument("--schedule", choices=list(zero_bubble.ALL_SCHEDULES), default="1f1b", help=why)
     why = "what replicas split: 1 optimizer states, 2 gradients too, 3 weights too (FSDP)"
     g.add_argument("--zero", type=int, choices=range(4), default=0, help=why)
-    zero_flags.add_flags(g, bucket_mb=25, ranks_flag="--zero-ranks", dtypes=list(harness.DTYPES))
+    zero_flags.add_flags(g, bucket_mb=25, ranks_flag="--zero-ranks")
     why = "run norms and GELU again in backward, half of the products too, or all: to hold less"
     g.add_argument("--recompute", choices=harness.RECOMPUTATIONS, default="none", help=why)
     g = parser.add_argument_group("the loop")
@@ -75,9 +75,7 @@ def prepare(args):
     """(a copy of the flags, with what follows from others filled in; the model's Config). Refuses
     what does not fit, before any process is started."""
     args = copy.copy(args)
-    args.shape = pretrained.shape_of(args) or saving.shape_of(args)
-    if args.shape:
-        pretrained.check_family(args)
+    args.shape = pretrained.shape_of(args)
     args.tokenizer = tokenizer.choose(args)
     if args.tokenizer == "none":
         args.sample = 0  # nobody knows what the tokens say
@@ -198,7 +196,7 @@ def check_needed(args):
         ("keep_gathered", args.zero == 3, "--zero 3"),
         ("reduce_once", args.zero >= 2, "--zero 2 or 3"),
         ("export_dtype", args.export, "--export"),
-        ("gpus", args.plan, "--plan"),
+        ("gpus plot", args.plan, "--plan"),
         (several, args.islands > 1, "--islands 2 or more"),
         (simulation, args.dry_run or args.plan, "--dry-run"),
     ):

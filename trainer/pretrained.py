@@ -29,7 +29,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 import harness
-from harness import DTYPES, Refused, inputs, outputs, presets, say
+from harness import Refused, inputs, outputs, presets
 from trainer import checkpoint, hf_config, tokenizer
 
 CONTEXT = 1024  # the default of --context is at most this
@@ -54,20 +54,16 @@ def shape_of(args):
     that can't be read, and flags that ask for another model."""
     if not args.init_from:
         return None
+    for flag, default in (("family", None), ("preset", "tiny")):
+        value = getattr(args, flag)
+        if value != default:
+            what = f"the model in {args.init_from} says itself what it is"
+            raise Refused(f"--{flag} {value}: {what}: leave --{flag} out")
     with harness.refusing():
         fields = hf_config.read(args.init_from, args.context)
     if args.context is None:
         fields["context"] = min(fields["context"], CONTEXT)
     return fields
-
-
-def check_family(args):
-    """Refuse a --family or --preset beside a model that says itself what it is: args.shape."""
-    for flag, default in (("family", None), ("preset", "tiny")):
-        value = getattr(args, flag)
-        if value != default:
-            what = f"the model in {args.init_from or args.out} says itself what it is"
-            raise Refused(f"--{flag} {value}: {what}: leave --{flag} out")
 
 
 def check(args, config):
@@ -90,28 +86,23 @@ def check(args, config):
 
 def export(run, model, optimizer, island):
     """Write the whole model from rank 0. No rank has more than one parameter, and one file, at a
-    time. island: see whole_weights. Returns False if it can't be written."""
-    args, problem = run.args, None
+    time. island: see whole_weights."""
+    args = run.args
     if not args.export:
-        return True
+        return
     parameters = checkpoint.whole_weights(run, model, optimizer, island)
     if run.rank == 0:
         files, fields = tokenizer.exported(args, run.corpus.encoding)
-        dtype = DTYPES.get(args.export_dtype)
+        dtype = args.export_dtype and getattr(torch, args.export_dtype)
         try:
             write(args.export, run.config, parameters, dtype, args.init_from, fields, files)
-            run.print(f"exported to {args.export}{' with ' if files else ''}{', '.join(files)}")
-        except (OSError, ValueError) as e:
-            problem = (
-                f"--export {args.export} can't be written ({getattr(e, 'strerror', None) or e})"
-            )
-            advice = (
-                "with --out, --only-sample --export FOLDER writes the last checkpoint's weights"
-            )
-            say(f"{problem}; the run goes on; {advice}")
+        except OSError as e:
+            problem = f"--export {args.export} can't be written ({e.strerror or e})"
+            advice = "with --out, --only-sample --export FOLDER writes the last checkpoint's"
+            raise Refused(f"{problem}; {advice} weights", code=1, alone=True) from e
+        run.print(f"exported to {args.export}{' with ' if files else ''}{', '.join(files)}")
     for _ in parameters:  # the other ranks wait in their sums
         pass
-    return problem is None
 
 
 # --- names

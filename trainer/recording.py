@@ -11,7 +11,6 @@ sum is the projection of the whole.
 
 import contextlib
 import dataclasses
-import json
 import os
 
 import safetensors.torch
@@ -25,7 +24,6 @@ from harness.presets import parameter_count, parameter_shapes
 from proof import diagnosis
 from proof.recorder import Recorder
 from trainer.checkpoint import whole_weights
-from trainer.tracking import read_log
 
 FILE = "record.jsonl"
 MOST_KEPT = 20_000_000  # parameters whose first values are written whole
@@ -44,24 +42,23 @@ def check(args):
     if not args.record:
         return
     path = os.path.join(args.record, FILE)
-    if os.path.exists(path) and not args.resume:
-        raise Refused(
-            f"--record {args.record} has a recording, maybe of a run that was cut off: remove it, "
-            "or give another folder"
-        )
+    if os.path.exists(path):
+        advice = "remove it, or give another folder"
+        raise Refused(f"--record {args.record} has a recording: {advice}")
     outputs.check_folder("--record", args.record)
 
 
 @contextlib.contextmanager
-def recorded(runner, first):
-    """Gives a function record(batches, loss, norm, scale), to call when the gradients are complete,
-    before they are clipped. Without --record it does nothing. first: the first step."""
+def recorded(runner, full_weights, first):
+    """Gives a function record(batches, loss, norm), to call when the gradients are complete, before
+    they are clipped. Without --record it does nothing. first: the first step. full_weights(): (full
+    name, parameter) pairs, whole over the data-parallel ranks."""
     run = runner.run
     if not run.args.record or first == run.args.steps:
         yield lambda *step: None
         return
     with _disable_current_modes():
-        recording = Recording(runner, first)
+        recording = Recording(runner, full_weights, first)
     yield recording.record
     recording.finish()
 
@@ -69,16 +66,11 @@ def recorded(runner, first):
 class Recording(Recorder):
     """A Recorder for a model that is cut: see the top of this file."""
 
-    def __init__(self, runner, first):
-        # full_weights: (full name, parameter) pairs, whole over the data-parallel ranks
-        self.run, self.optimizer, self.named = runner.run, runner.optimizer, runner.full_weights
+    def __init__(self, runner, full_weights, first):
+        self.run, self.optimizer, self.named = runner.run, runner.optimizer, full_weights
         run, model, args = self.run, runner.model, self.run.args
         path = os.path.join(args.record, FILE)
-        # Of a recording that goes on
-        earlier = list(read_log(path, first)) if run.rank == 0 and first else []
         super().__init__(path, model, dtype=run.precision, **facts(run))
-        for line in earlier:
-            print(json.dumps(line), file=self.file)
         self.number, self.noted_step = first, None
         inside = runner.positions < run.config.context  # beyond its end there is padding
         rank = dist.get_rank(runner.groups["tp"])
@@ -117,12 +109,12 @@ class Recording(Recorder):
             summaries |= dict(zip(names, sums))
         yield from summaries.items()
 
-    def record(self, batches, loss, norm, scale):
-        """Write a step: its line, and its file. scale: a LossScale."""
+    def record(self, batches, loss, norm):
+        """Write a step: its line, and its file."""
         with _disable_current_modes():
             self.parameters = dict(self.named())
             tokens, targets = (torch.cat([batch[i] for batch in batches]) for i in (0, 1))
-            self.step(tokens, targets, loss=loss, norm=norm, lr=self.run.lr, **scale.row())
+            self.step(tokens, targets, loss=loss, norm=norm, lr=self.run.lr)
             self.write_batch()
 
     def write_batch(self):

@@ -1,4 +1,4 @@
-"""What train.py writes while it runs: logs, TensorBoard, a plot of the loss, MFU, traces."""
+"""What train.py writes while it runs: logs, MFU, traces."""
 
 import contextlib
 import functools
@@ -18,32 +18,21 @@ def add_flags(parser):
     g = parser.add_argument_group("watching (see trainer/tracking.py)")
     why = "a JSON object a line, in full precision: step, loss, grad_norm, lr, tokens_per_s"
     g.add_argument("--log-to", metavar="FILE", help=why)
-    why = "the loss so far, drawn at each validation; with --plan how a job scales"
-    harness.plot_flag(g, why)
     why = "trace the run's third to fifth step with torch.profiler: a file a rank, which "
     why += "ui.perfetto.dev opens on one time axis"
     g.add_argument("--profile-to", metavar="FOLDER", help=why)
     flags.gone(g, "--profile", "--profile-to FOLDER traces the third to the fifth step")
     g.add_argument("--wandb", metavar="PROJECT", help="log to this Weights & Biases project too")
-    why = "log there for TensorBoard too (needs tensorboard)"
-    g.add_argument("--tensorboard", metavar="FOLDER", help=why)
+    instead = "--log-to has the numbers, docs/use/run.md the lines that hand them to TensorBoard"
+    flags.gone(g, "--tensorboard", instead)
 
 
 def check(args):
     """Refuse what can't be written."""
-    harness.check_plot(args)
     if args.profile_to:
         outputs.check_folder("--profile-to", args.profile_to)
-    for name in ("tensorboard", "wandb"):
-        if getattr(args, name) and not importlib.util.find_spec(name):
-            raise Refused(f"--{name} needs a package: pip install {name}")
-    if args.tensorboard:
-        outputs.check_folder("--tensorboard", args.tensorboard)
-    if args.wandb and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
-        import wandb
-
-        if not wandb.login(prompt=False):
-            raise Refused("--wandb needs a key: run `wandb login` first, or set WANDB_MODE=offline")
+    if args.wandb and not importlib.util.find_spec("wandb"):
+        raise Refused("--wandb needs a package: pip install wandb")
 
 
 def describe(run, schedule):
@@ -76,7 +65,7 @@ PEAKS = {
     "NVIDIA GH200": 989e12,
     "NVIDIA B200": 2250e12,
 }
-SHARES = {"bfloat16": 1.0, "float16": 1.0, "tf32": 0.5}  # of 16 bits' rate
+SHARES = {"bfloat16": 1.0, "tf32": 0.5}  # of 16 bits' rate
 
 
 def peak():
@@ -135,80 +124,33 @@ def read_log(path, steps=10**18):
                     yield row
 
 
-class Log:
-    """The file of --log-to: a row a step. Where the disk is full it says so once; rows that found
-    no room are written with a later one."""
-
-    def __init__(self, path, rows=()):
-        self.path, self.complete, self.file = path, True, open(path, "w")
-        for row in rows:
-            self.write(row)
-
-    def write(self, row):
-        try:
-            print(json.dumps(row), file=self.file, flush=True)
-        except OSError as e:
-            if self.complete:
-                say(f"--log-to {self.path} can't be written ({e.strerror}); the run goes on")
-            self.complete = False
-
-    def close(self):
-        with contextlib.suppress(OSError):
-            self.file.close()
-
-
 @contextlib.contextmanager
 def open_log(run, first):
-    """Gives a function that writes a dict to --log-to, --wandb, --tensorboard and --plot, on rank 0
-    only. first: the first step."""
-    args, places, rows = run.args, [], []
+    """Gives a function that writes a dict to --log-to and --wandb, on rank 0 only. first: the first
+    step."""
+    args, places = run.args, []
     if run.rank > 0:
         yield lambda row: None
         return
     with contextlib.ExitStack() as stack:
         if args.log_to:
             # Of the steps that the checkpoint has; later ones are taken again
-            rows += read_log(args.log_to, first) if first else []
-            log = Log(args.log_to, rows)
-            stack.callback(log.close)
-            places.append(log.write)
+            earlier = list(read_log(args.log_to, first)) if first else []
+            # Without a buffer: a row that finds no room does not come back when the file is closed
+            file = stack.enter_context(open(args.log_to, "wb", buffering=0))
+            places.append(functools.partial(write_line, file))
+            for row in earlier:
+                write_line(file, row)
         if args.wandb:
             import wandb
 
             tracker = stack.enter_context(wandb.init(project=args.wandb, config=vars(args)))
             places.append(lambda row: tracker.log(row, step=row["step"]))
-        if args.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            board = stack.enter_context(SummaryWriter(args.tensorboard, purge_step=first + 1))
-            places.append(functools.partial(scalars, board))
-        if args.plot:
-
-            def draw(row):
-                rows.append(row)
-                if "val_loss" in row:
-                    plot(rows, args.plot)
-                    run.restart_clock()
-
-            places.append(draw)
         yield lambda row: [write(row) for write in places]
 
 
-def scalars(board, row):
-    """Write the numbers of a row for TensorBoard, under the names that they have in --log-to."""
-    for name, value in row.items():
-        if name != "step" and value is not None:
-            board.add_scalar(name, value, row["step"])
-
-
-def plot(rows, name):
-    """The loss of each step, and those of validations, of rows as in --log-to."""
-    pyplot = harness.pyplot()
-    figure, axes = pyplot.subplots(figsize=(7, 4))
-    for kind, label, style in (("loss", "loss", "-"), ("val_loss", "validation loss", "o-")):
-        known = {row["step"]: row[kind] for row in rows if row.get(kind) is not None}
-        axes.plot(list(known), list(known.values()), style, label=label, linewidth=1, markersize=4)
-    axes.set(xlabel="step", ylabel="loss")
-    axes.legend()
-    harness.save(figure, name)
-    pyplot.close(figure)
+def write_line(file, row):
+    try:
+        file.write(json.dumps(row).encode() + b"\n")
+    except OSError as e:
+        say(f"--log-to {file.name} can't be written ({e.strerror}); the run goes on")
