@@ -22,7 +22,6 @@ arXiv:2401.04088 (Mixtral). Each part below names its own paper.
 
 import operator
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from itertools import pairwise
 from typing import Literal, get_args
 
@@ -104,19 +103,7 @@ class AttentionCore(nn.Module):
     starts: see GPT.forward."""
 
     def forward(self, q, k, v, starts=None):
-        grouped = q.shape[1] != k.shape[1]
-        attend = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=grouped)
-        if starts is None:
-            return attend(q, k, v)
-        # A causal kernel for each document takes no mask and computes no pair in vain. Padding
-        # after the last one is a document, too
-        starts = F.pad(starts, (0, q.shape[2] - starts.shape[1]), value=starts.shape[1])
-        begins = (starts == torch.arange(q.shape[2])).flatten().nonzero().flatten().tolist()
-        lengths = [end - begin for begin, end in pairwise([*begins, starts.numel()])]
-        rows = (t.transpose(0, 1).flatten(1, 2) for t in (q, k, v))  # (H, B T, D)
-        documents = zip(*(t.unsqueeze(0).split(lengths, dim=2) for t in rows))
-        y = torch.cat([attend(*document) for document in documents], dim=2)  # (1, H, B T, D)
-        return y.squeeze(0).unflatten(1, starts.shape).transpose(0, 1)
+        return attend(q, k, v) if starts is None else attend_to_documents(q, k, v, starts)
 
 
 class MLP(nn.Module):
@@ -273,6 +260,24 @@ class CrossEntropy(nn.Module):
 
 
 # --- small parts of a layer
+
+
+def attend(q, k, v):
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+
+
+def attend_to_documents(q, k, v, starts):
+    """Attention within each document: a causal kernel for each takes no mask, and computes no pair
+    in vain."""
+    # Padding after the last document is a document, too
+    starts = F.pad(starts, (0, q.shape[2] - starts.shape[1]), value=starts.shape[1])  # (B, T)
+    begins = (starts == torch.arange(q.shape[2])).flatten().nonzero().flatten().tolist()
+    lengths = [end - begin for begin, end in pairwise([*begins, starts.numel()])]
+    rows = (t.transpose(0, 1).flatten(1, 2) for t in (q, k, v))  # (H, B T, D)
+    documents = zip(*(t.unsqueeze(0).split(lengths, dim=2) for t in rows))
+    y = torch.cat([attend(*document) for document in documents], dim=2)  # (1, H, B T, D)
+    return y.squeeze(0).unflatten(1, starts.shape).transpose(0, 1)
 
 
 def make_norm(config):

@@ -36,29 +36,37 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable  # refuses a gradient of a gradient
 
-from tensor_parallel import Enter, Leave, parallelize_tensors, placement, split_over, wait
+from tensor_parallel import (
+    Enter,
+    EnterAndProject,
+    Leave,
+    after,
+    parallelize_tensors,
+    placement,
+    split_over,
+)
 
 # --- f and g, in place of tensor parallelism's. In the paper they are g and g-bar
 
 
 def gather_tokens(x, group):
     """All ranks' tokens in order: x (B, T/t, C) -> (B, T, C)."""
-    return wait(*start_gather(x, group, async_op=False))
+    return start_gather(x, group, async_op=False)()
 
 
 def reduce_scatter_tokens(x, group):
     """This rank's tokens of the sum of all ranks' x: (B, T, C) -> (B, T/t, C)."""
-    return wait(*start_reduce_scatter(x, group, async_op=False))
+    return start_reduce_scatter(x, group, async_op=False)()
 
 
-# These two return a message to wait for, and a function that then gives the result
+# These two start a message, and return a function that waits for it and returns the result
 
 
 def start_gather(x, group, async_op=True):
     shards = x.new_empty(dist.get_world_size(group), *x.shape)  # (t, B, T/t, C)
     options = dict(group=group, async_op=async_op)
     message = all_gather_into_tensor(shards.flatten(0, 1), x.contiguous(), **options)  # into a view
-    return message, lambda: shards.transpose(0, 1).flatten(1, 2)
+    return after(message, lambda: shards.transpose(0, 1).flatten(1, 2))
 
 
 def start_reduce_scatter(x, group, async_op=True):
@@ -71,7 +79,7 @@ def start_reduce_scatter(x, group, async_op=True):
     else:
         message = reduce_scatter_tensor(received, shards.flatten(0, 1), **options)
     # shards=shards: what is sent must live until the wait
-    return message, lambda shards=shards: received.sum(0) if gloo else received
+    return after(message, lambda shards=shards: received.sum(0) if gloo else received)
 
 
 class GatherTokens(torch.autograd.Function):
@@ -118,34 +126,15 @@ def plain_sequence_mlp(x, norm, up, down, bias, group):
 
 
 class SequenceEnter(Enter):
-    """f as a module. keep_gathered: hold the gathered x until backward. Without it backward gathers
-    x again, beside the product that gives its gradient."""
+    """f as a module."""
 
-    def __init__(self, group, layers=(), keep_gathered=True):
-        super().__init__(group, layers)
-        self.keep_gathered = keep_gathered
-
-    def forward(self, x):
-        return super().forward(x) if self.keep_gathered else self.project(x)
-
-    def enter(self, x):
-        return GatherTokens.apply(x, self.group)
-
-    def keep(self, x):
-        return gather_tokens(x, self.group) if self.keep_gathered else x
-
-    def start_gather(self, kept):
-        return super().start_gather(kept) if self.keep_gathered else start_gather(kept, self.group)
-
-    def start_sum(self, dx):
-        return start_reduce_scatter(dx, self.group)
+    function = GatherTokens
 
 
 class SequenceLeave(Leave):
     """g as a module."""
 
-    def forward(self, x):
-        return ReduceScatterTokens.apply(x, self.group)
+    function = ReduceScatterTokens
 
 
 def shard_positions(full, group):
@@ -214,6 +203,33 @@ def all_reduce_gradients(parameters, group):
         note_sum(p, group)
 
 
+# --- faster: backward sends while it computes, as in tensor parallelism
+
+
+class SequenceEnterAndProject(EnterAndProject):
+    """In place of a SequenceEnter whose result only `layers` read. keep_gathered: hold what f
+    gathered until backward. Without it backward gathers again, beside the product that gives x's
+    gradient."""
+
+    function = GatherTokens
+
+    def __init__(self, group, layers, keep_gathered=True):
+        super().__init__(group, layers)
+        self.keep_gathered = keep_gathered
+
+    def forward(self, x):
+        return super().forward(x) if self.keep_gathered else self.project(x)
+
+    def keep(self, x):
+        return gather_tokens(x, self.group) if self.keep_gathered else x
+
+    def start_gather(self, kept):
+        return super().start_gather(kept) if self.keep_gathered else start_gather(kept, self.group)
+
+    def start_sum(self, dx):
+        return start_reduce_scatter(dx, self.group)
+
+
 # --- a mistake that would be silent: refused
 
 
@@ -269,10 +285,14 @@ def parallelize_sequence(model, group, keep_gathered=True, kv_group=None, whole_
     whole_experts: each rank sends its own tokens to experts. expert_parallel.py must deal these out
     over a group with all tensor-parallel ranks' tokens, before or after."""
     parallelize_tensors(model, group, kv_group, whole_experts)
+
+    def enter_and_project(layers):
+        return SequenceEnterAndProject(group, layers, keep_gathered)
+
     if model.embed is not None:
         model.embed.token.leave = SequenceLeave(group)
     for block in model.blocks.values():
-        block.attn.enter = SequenceEnter(group, block.attn.enter.layers, keep_gathered)
+        block.attn.enter = enter_and_project(block.attn.enter.layers)
         block.attn.proj.leave = SequenceLeave(group)
         mlp = block.mlp
         if model.config.experts and not whole_experts:  # the router's choice is gathered with x
@@ -282,10 +302,10 @@ def parallelize_sequence(model, group, keep_gathered=True, kv_group=None, whole_
             mlp.router.sum_over_sequence = Leave(group)  # each rank's router saw T/t tokens
             mlp = mlp.shared
         if mlp is not None:
-            mlp.enter = SequenceEnter(group, mlp.enter.layers, keep_gathered)
+            mlp.enter = enter_and_project(mlp.enter.layers)
             mlp.down.leave = SequenceLeave(group)
     if model.head is not None:
-        model.head.enter = SequenceEnter(group, model.head.enter.layers, keep_gathered)
+        model.head.enter = enter_and_project(model.head.enter.layers)
     for name, module in model.named_modules():
         if name.endswith(("drop", "position")):  # embed's position and drop, attn_drop, mlp_drop
             module.register_forward_pre_hook(functools.partial(shard_last, group))

@@ -19,9 +19,7 @@ Backward: g's is the identity. All ranks go on with the same y and compute the s
 loss, not t of them. Each partial sum enters y with factor 1, so its gradient is y's gradient.
 f's sum is the complete gradient of x, so those of all earlier layers are complete on every rank.
 
-Limits: between nodes it rarely pays. f's message travels while backward computes the weights'
-gradients; in forward the next layer waits for g's. docs/learn/tensor-parallelism.md has the
-threshold.
+Between nodes it rarely pays: each layer waits for g's message (docs/learn/tensor-parallelism.md).
 
     torchrun --nproc_per_node=4 tensor_parallel.py
     python tensor_parallel.py --family llama --kv-heads 4
@@ -85,59 +83,29 @@ def plain_mlp(x, up, down, group):
 class Enter(nn.Module):
     """f as a module: put one right before the split layers that share an input. Not before an
     unsplit layer: its input's gradient is already complete on every rank, and f would add it up t
-    times.
+    times."""
 
-    layers: the ColumnParallelLinears that read x, if nothing else does. Then Enter computes their
-    products (ProjectEntered) and returns {layer: its product}: so backward can send x's gradient
-    before it computes the weights' gradients."""
-
-    def __init__(self, group, layers=()):
-        super().__init__()
-        self.group, self.layers = group, list(layers)  # a list: no second name in state_dict
-
-    def forward(self, x):
-        # Plain f where nothing could hide the message (zero_bubble.py puts the weights' gradients
-        # off), and under torch.compile, which makes one graph of a block
-        if not self.layers or has_torch_function((x,)) or torch.compiler.is_compiling():
-            return self.enter(x)
-        return self.project(x)
-
-    def enter(self, x):
-        return CopyToGroup.apply(x, self.group)
-
-    @torch.compiler.disable
-    def project(self, x):
-        weights, biases = zip(*(layer.used() for layer in self.layers))
-        parameters = [*weights, *biases]
-        if torch.is_autocast_enabled(x.device.type):  # it casts what F.linear gets
-            dtype = torch.get_autocast_dtype(x.device.type)
-            x, *parameters = (p if p is None else p.to(dtype) for p in (x, *parameters))
-        kept = self.keep(x.detach())
-        x = SaveFirst.apply(x, kept, *parameters[: len(self.layers)])
-        return dict(zip(self.layers, ProjectEntered.apply(x, kept, self, *parameters)))
-
-    # For sequence_parallel.py to replace. keep: what of x is kept for backward. start_*: a message
-    # to wait for, or None, and a function that then gives the result
-
-    def keep(self, x):
-        return x
-
-    def start_gather(self, kept):
-        return None, lambda: kept
-
-    def start_sum(self, dx):
-        return dist.all_reduce(dx, group=self.group, async_op=True), lambda: dx
-
-
-class Leave(nn.Module):
-    """g as a module. It overwrites x, a partial sum that nothing else needs."""
+    function = CopyToGroup
 
     def __init__(self, group):
         super().__init__()
         self.group = group
 
     def forward(self, x):
-        return ReduceFromGroup.apply(x, self.group)
+        return self.function.apply(x, self.group)
+
+
+class Leave(nn.Module):
+    """g as a module. It overwrites x, a partial sum that nothing else needs."""
+
+    function = ReduceFromGroup
+
+    def __init__(self, group):
+        super().__init__()
+        self.group = group
+
+    def forward(self, x):
+        return self.function.apply(x, self.group)
 
 
 # --- the two matrices between f and g, cut by `shard`, below. The names are those of the paper's
@@ -165,7 +133,7 @@ class ColumnParallelLinear(nn.Module):
         return self.weight, self.bias
 
     def forward(self, x):
-        if isinstance(x, dict):  # Enter has computed it
+        if isinstance(x, dict):  # EnterAndProject, below, has computed it
             return x[self]
         return F.linear(x, *self.used())
 
@@ -183,56 +151,6 @@ class RowParallelLinear(nn.Module):
     def forward(self, x):
         y = self.leave(F.linear(x, self.weight))
         return y if self.bias is None else y + self.bias  # the bias once, after g
-
-
-# --- f and the matrices after it in one function: backward hides f's message behind their gradients
-
-
-class ProjectEntered(torch.autograd.Function):
-    """The products of x with each weight (out / t, in) after f, plus a bias or None. Megatron-LM's
-    LinearWithGradAccumulationAndAsyncCommunication, for n layers at a time. enter: an Enter."""
-
-    @staticmethod
-    def forward(ctx, x, kept, enter, *parameters):
-        ctx.enter, ctx.saved, n = enter, x.grad_fn, len(parameters) // 2
-        full = wait(*enter.start_gather(kept))
-        return tuple(F.linear(full, *pair) for pair in zip(parameters[:n], parameters[n:]))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *grads):
-        (kept, *weights), n = ctx.saved.saved_tensors, len(grads)
-        gather = ctx.enter.start_gather(kept)
-        rows = [grad.flatten(0, -2) for grad in grads]  # (B T, out / t)
-        dx = rows[0] @ weights[0]
-        for row, weight in zip(rows[1:], weights[1:]):
-            dx = torch.addmm(dx, row, weight)
-        message = ctx.enter.start_sum(dx.view(*grads[0].shape[:-1], -1))
-        full, needed = wait(*gather).flatten(0, -2), ctx.needs_input_grad[3:]
-        del gather, dx  # these are of all tokens
-        gradients = [row.T @ full if needed[i] else None for i, row in enumerate(rows)]
-        gradients += [row.sum(0) if needed[n + i] else None for i, row in enumerate(rows)]
-        return wait(*message), None, None, *gradients
-
-
-def wait(message, result):
-    if message is not None:
-        message.wait()
-    return result()
-
-
-class SaveFirst(torch.autograd.Function):
-    """Identity. Saves what ProjectEntered needs, before it runs: activation checkpointing ends with
-    the last tensor that is saved, and does not repeat the products."""
-
-    @staticmethod
-    def forward(ctx, x, *saved):
-        ctx.save_for_backward(*saved)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, *[None] * (len(ctx.needs_input_grad) - 1)
 
 
 # --- a model of yours. All ranks have the same weights and tokens
@@ -360,9 +278,7 @@ def span(size, index, shards):
 def shard_tensor(full, dim, index, shards):
     """Shard `index` of a tensor along `dim`, in memory of its own, padded with zeros."""
     start, length, width = span(full.shape[dim], index, shards)
-    shape = list(full.shape)
-    shape[dim] = width
-    part = full.new_zeros(shape)
+    part = full.new_zeros([*full.shape[:dim], width, *full.shape[dim + 1 :]])
     part.narrow(dim, 0, length).copy_(full.narrow(dim, start, length))
     return part
 
@@ -439,6 +355,107 @@ def grad_norm(parameters):
     return total.sqrt()
 
 
+# --- faster: backward sends f's message while it computes the weights' gradients
+
+
+class EnterAndProject(Enter):
+    """Takes the place of an Enter whose result only ColumnParallelLinears read, `layers`:
+
+        attn.norm = nn.Sequential(norm, EnterAndProject(group, [attn.qkv]))
+
+    It computes their products as well, and returns {layer: its product}. Each layer then takes its
+    own, so the rest of the model stays as it is."""
+
+    def __init__(self, group, layers):
+        super().__init__(group)
+        self.layers = list(layers)  # a list: no second name in state_dict
+
+    def forward(self, x):
+        # torch.compile makes one graph of a block, if nothing stops it. And zero_bubble.py must see
+        # each F.linear (by a torch function), because it puts off the weight's gradient
+        if torch.compiler.is_compiling() or has_torch_function((x,)):
+            return super().forward(x)
+        return self.project(x)
+
+    @torch.compiler.disable
+    def project(self, x):
+        weights, biases = zip(*(layer.used() for layer in self.layers))
+        kept = self.keep(x.detach())
+        x = SaveFirst.apply(x, kept, *weights)
+        return dict(zip(self.layers, Project.apply(x, kept, self, *weights, *biases)))
+
+    # sequence_parallel.py replaces the next three, because its f has messages in forward, too
+
+    def keep(self, x):
+        """What is held of x until backward."""
+        return x
+
+    def start_gather(self, kept):
+        """A function that returns the x that the layers read."""
+        return lambda: kept
+
+    def start_sum(self, dx):
+        """Sends f's message. A function that returns x's complete gradient."""
+        return after(dist.all_reduce(dx, group=self.group, async_op=True), lambda: dx)
+
+
+def after(message, result):
+    """A function that waits for the message, if there is one, and returns result()."""
+
+    def finish():
+        if message is not None:
+            message.wait()
+        return result()
+
+    return finish
+
+
+class Project(torch.autograd.Function):
+    """The products of x and each layer's weight (out / t, in), plus its bias. Backward computes x's
+    gradient, starts its sum over the ranks, and meanwhile computes the weights' gradients. For one
+    layer: LinearWithGradAccumulationAndAsyncCommunication in Megatron-LM."""
+
+    @staticmethod
+    def forward(ctx, x, kept, enter, *parameters):
+        ctx.enter, ctx.saver, n = enter, x.grad_fn, len(enter.layers)
+        full = enter.start_gather(kept)()
+        return tuple(F.linear(full, *pair) for pair in zip(parameters[:n], parameters[n:]))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        # Under autocast the gradients have fewer bits than x and the weights
+        kept, *weights = (saved.to(grads[0].dtype) for saved in ctx.saver.saved_tensors)
+        finish_gather = ctx.enter.start_gather(kept)
+        rows = [grad.flatten(0, -2) for grad in grads]  # (B T, out / t)
+        dx = rows[0] @ weights[0]
+        for row, weight in zip(rows[1:], weights[1:]):
+            dx = torch.addmm(dx, row, weight)
+        finish_sum = ctx.enter.start_sum(dx.view(*grads[0].shape[:-1], -1))
+        full = finish_gather().flatten(0, -2)
+        del finish_gather, dx  # frees the memory: both are of all tokens
+        of_weights, of_biases = [], []
+        needed = ctx.needs_input_grad[3:]  # False for what is frozen, and where there is no bias
+        for row, weight_needed, bias_needed in zip(rows, needed, needed[len(rows) :]):
+            of_weights.append(row.T @ full if weight_needed else None)
+            of_biases.append(row.sum(0) if bias_needed else None)
+        return finish_sum(), None, None, *of_weights, *of_biases
+
+
+class SaveFirst(torch.autograd.Function):
+    """Identity. It saves what Project needs, before Project runs. Activation checkpointing runs
+    forward again as far as the last tensor that is saved: so it does not repeat the products."""
+
+    @staticmethod
+    def forward(ctx, x, *saved):
+        ctx.save_for_backward(*saved)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, *[None] * (len(ctx.needs_input_grad) - 1)
+
+
 # --- a mistake that would be silent: refused
 
 
@@ -461,19 +478,17 @@ def check_replicas_agree(parameters, group):
 
 
 def check_heads(config, t):
-    """Raise ValueError where t ranks cannot share the heads evenly."""
+    """Raise ValueError unless each of t ranks gets whole kv-heads, or one together with others."""
     heads, kv_heads = config.heads, config.kv_heads  # heads are a multiple of kv_heads
-    if not heads_fit(heads, kv_heads, t):
-        fits = [str(n) for n in range(1, heads + 1) if heads_fit(heads, kv_heads, n)]
+    fits = []
+    for n in range(1, heads + 1):
+        if kv_heads % n == 0 or (n % kv_heads == 0 and heads % n == 0):
+            fits.append(n)
+    if t not in fits:
         raise ValueError(
             f"{heads} heads and {kv_heads} kv-heads do not divide over {t} tensor-parallel ranks: "
-            f"use {' or '.join(fits)}, or change the numbers of heads"
+            f"use {' or '.join(map(str, fits))}, or change the numbers of heads"
         )
-
-
-def heads_fit(heads, kv_heads, t):
-    """Each rank has whole kv-heads, or one of them together with others."""
-    return kv_heads % t == 0 or (t % kv_heads == 0 and heads % t == 0)
 
 
 def kv_group_of(config):
@@ -510,7 +525,7 @@ def parallelize_tensors(model, group, kv_group=None, whole_experts=False):
         else:
             attn.qkv = SharedHeads(attn, group, kv_group)
             attn.queries_per_kv //= dist.get_world_size(kv_group)
-        attn.enter = Enter(group, [attn.qkv])
+        attn.enter = EnterAndProject(group, [attn.qkv])
         attn.proj = RowParallelLinear(attn.proj, group)
         if model.config.experts and not whole_experts:  # every expert's hidden units
             mlp.enter = Enter(group)
@@ -523,14 +538,16 @@ def parallelize_tensors(model, group, kv_group=None, whole_experts=False):
         if mlp is not None:
             mlp.up = ColumnParallelLinear(mlp.up, group)
             mlp.down = RowParallelLinear(mlp.down, group)
+            layers = [mlp.up]
             if mlp.gate is not None:
                 mlp.gate = ColumnParallelLinear(mlp.gate, group)
-            mlp.enter = Enter(group, [layer for layer in (mlp.gate, mlp.up) if layer is not None])
+                layers = [mlp.gate, mlp.up]
+            mlp.enter = EnterAndProject(group, layers)
     if model.embed is not None:
         model.embed.token = VocabParallelEmbedding(model.embed.token, group)
     if model.head is not None:
         model.head.out = ColumnParallelLinear(model.head.out, group)
-        model.head.enter = Enter(group, [model.head.out])
+        model.head.enter = EnterAndProject(group, [model.head.out])
         model.loss = VocabParallelCrossEntropy(model.config.vocab, group)
         if model.config.tied and model.embed is not None:
             model.head.out.weight = model.embed.token.weight

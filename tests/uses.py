@@ -154,19 +154,19 @@ class Layout(OneProcess):
     def split_layers(self):
         import tensor_parallel as tp
 
-        enter, leave, model = tp.Enter, tp.Leave, self.model
+        enter, project, leave, model = tp.Enter, tp.EnterAndProject, tp.Leave, self.model
         self.criterion = tp.VocabParallelCrossEntropy(VOCAB, self.tp)
         if isinstance(model, Llama):
             return split_llama(tp, model.model, self.tp)
         if self.tensor != "tensor":
             import sequence_parallel as sp
 
-            enter, leave = sp.SequenceEnter, sp.SequenceLeave
+            enter, project, leave = sp.SequenceEnter, sp.SequenceEnterAndProject, sp.SequenceLeave
 
         def cut(module, first, last):
             layer = tp.ColumnParallelLinear(getattr(module, first), self.tp)
             setattr(module, first, layer)
-            module.norm = nn.Sequential(module.norm, enter(self.tp, [layer]))
+            module.norm = nn.Sequential(module.norm, project(self.tp, [layer]))
             setattr(module, last, tp.RowParallelLinear(getattr(module, last), self.tp))
             getattr(module, last).leave = leave(self.tp)
 
@@ -176,7 +176,7 @@ class Layout(OneProcess):
             if not isinstance(block.mlp, Mixture):  # each tp rank has the mixture, whole
                 cut(block.mlp, "up", "down")
                 if self.again:
-                    block.mlp.norm[1] = enter(self.tp, [block.mlp.up], keep_gathered=False)
+                    block.mlp.norm[1] = project(self.tp, [block.mlp.up], keep_gathered=False)
         if self.tensor == "stream":
             self.criterion = mean_loss
         else:
