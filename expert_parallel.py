@@ -276,8 +276,9 @@ class ExpertDispatch(nn.Module):
 
 
 def drop_late(chosen, expert_count, capacity):
-    """Marks as dropped (number E) what exceeds an expert's capacity * k n / E of this rank's
-    assignments. All first choices queue before second ones. chosen is (n, k)."""
+    """chosen (n, k), with E in place of each assignment that is dropped. An expert takes capacity *
+    k n / E of this rank's assignments, and drops later ones. All first choices come before second
+    ones."""
     n, k = chosen.shape
     queue = chosen.t().flatten()  # (k n,)
     one_hot = queue.unsqueeze(1) == torch.arange(expert_count, device=queue.device)  # (k n, E)

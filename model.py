@@ -377,22 +377,27 @@ class Router(nn.Linear):
         if c.renormalize:
             weights = weights / weights.sum(-1, keepdim=True)
         if weights.requires_grad and target_count is not None:  # in training
-            ones = torch.ones_like(weights).flatten(1)
-            assigned = scores.new_zeros(len(scores), c.experts)  # (B, E)
-            assigned.scatter_add_(1, chosen.flatten(1), ones)
-            load = assigned.sum(0).long()
-
-            def count_load(grad):  # in backward, because recomputation runs forward twice
-                self.load += load
-
-            weights.register_hook(count_load)
-            if c.balance_loss:
-                loss = self.imbalance(scores, assigned) / target_count
-                weights = AddLoss.apply(weights, c.balance_loss * loss)
-            if c.z_loss:
-                loss = c.z_loss * logits.logsumexp(-1).square().sum() / target_count
-                weights = AddLoss.apply(weights, loss)
+            weights = self.regulate(weights, chosen, scores, logits, target_count)
         return weights.to(x.dtype), chosen
+
+    def regulate(self, weights, chosen, scores, logits, target_count):
+        """The weights. Their backward also counts the load, and has the gradients of the losses."""
+        c = self.config
+        assigned = scores.new_zeros(len(scores), c.experts)  # (B, E)
+        assigned.scatter_add_(1, chosen.flatten(1), torch.ones_like(weights).flatten(1))
+        load = assigned.sum(0).long()
+
+        def count_load(grad):  # in backward, because recomputation runs forward twice
+            self.load += load
+
+        weights.register_hook(count_load)
+        if c.balance_loss:
+            loss = self.imbalance(scores, assigned) / target_count
+            weights = AddLoss.apply(weights, c.balance_loss * loss)
+        if c.z_loss:
+            loss = c.z_loss * logits.logsumexp(-1).square().sum() / target_count
+            weights = AddLoss.apply(weights, loss)
+        return weights
 
     def imbalance(self, scores, assigned):
         """tokens x E sum_e f_e P_e, summed over sequences. scores (B, T, E), assigned (B, E)."""

@@ -49,37 +49,36 @@ from tensor_parallel import (
 # --- f and g, in place of tensor parallelism's. In the paper they are g and g-bar
 
 
-def gather_tokens(x, group):
-    """All ranks' tokens in order: x (B, T/t, C) -> (B, T, C)."""
-    return start_gather(x, group, async_op=False)()
+# torch 2.13 renamed them; older versions know only the second name
+all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def reduce_scatter_tokens(x, group):
-    """This rank's tokens of the sum of all ranks' x: (B, T, C) -> (B, T/t, C)."""
-    return start_reduce_scatter(x, group, async_op=False)()
-
-
-# These two start a message, and return a function that waits for it and returns the result
-
-
-def start_gather(x, group, async_op=True):
+def gather_tokens(x, group, async_op=False):
+    """All ranks' tokens in order: x (B, T/t, C) -> (B, T, C). async_op: start the message, and
+    return a function that waits for it and returns them."""
     shards = x.new_empty(dist.get_world_size(group), *x.shape)  # (t, B, T/t, C)
     options = dict(group=group, async_op=async_op)
     message = all_gather_into_tensor(shards.flatten(0, 1), x.contiguous(), **options)  # into a view
-    return after(message, lambda: shards.transpose(0, 1).flatten(1, 2))
+    finish = after(message, lambda: shards.transpose(0, 1).flatten(1, 2))
+    return finish if async_op else finish()
 
 
-def start_reduce_scatter(x, group, async_op=True):
+def reduce_scatter_tokens(x, group, async_op=False):
+    """This rank's tokens of the sum of all ranks' x: (B, T, C) -> (B, T/t, C). async_op: as above.
+    gloo's reduce-scatter sends twice the bytes, so here an all-to-all and a sum take its place."""
     t, options = dist.get_world_size(group), dict(group=group, async_op=async_op)
     shards = x.unflatten(1, (t, -1)).transpose(0, 1).contiguous()  # (t, B, T/t, C)
-    gloo = dist.get_backend(group) == "gloo"  # its reduce-scatter sends twice the bytes
-    received = torch.empty_like(shards if gloo else shards[0])
-    if gloo:
+    if dist.get_backend(group) == "gloo":
+        received = torch.empty_like(shards)
         message = dist.all_to_all_single(received, shards, **options)
+        finish = after(message, lambda: received.sum(0))
     else:
+        received = torch.empty_like(shards[0])
         message = reduce_scatter_tensor(received, shards.flatten(0, 1), **options)
-    # shards=shards: what is sent must live until the wait
-    return after(message, lambda shards=shards: received.sum(0) if gloo else received)
+        finish = after(message, lambda: received)
+    finish.sent = shards  # it must live until the wait
+    return finish if async_op else finish()
 
 
 class GatherTokens(torch.autograd.Function):
@@ -109,11 +108,6 @@ class ReduceScatterTokens(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         return gather_tokens(grad, ctx.group), None
-
-
-# torch 2.13 renamed them; older versions know only the second name
-all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def plain_sequence_mlp(x, norm, up, down, bias, group):
@@ -207,27 +201,29 @@ def all_reduce_gradients(parameters, group):
 
 
 class SequenceEnterAndProject(EnterAndProject):
-    """In place of a SequenceEnter whose result only `layers` read. keep_gathered: hold what f
-    gathered until backward. Without it backward gathers again, beside the product that gives x's
-    gradient."""
+    """Takes the place of a SequenceEnter whose result only `layers` read."""
 
     function = GatherTokens
 
-    def __init__(self, group, layers, keep_gathered=True):
-        super().__init__(group, layers)
-        self.keep_gathered = keep_gathered
-
-    def forward(self, x):
-        return super().forward(x) if self.keep_gathered else self.project(x)
-
     def keep(self, x):
-        return gather_tokens(x, self.group) if self.keep_gathered else x
-
-    def start_gather(self, kept):
-        return super().start_gather(kept) if self.keep_gathered else start_gather(kept, self.group)
+        return gather_tokens(x, self.group)
 
     def start_sum(self, dx):
-        return start_reduce_scatter(dx, self.group)
+        return reduce_scatter_tokens(dx, self.group, async_op=True)
+
+
+class GatherAgain(SequenceEnterAndProject):
+    """Holds this rank's tokens until backward, which gathers again. That message travels beside the
+    product that gives x's gradient."""
+
+    def forward(self, x):  # always, because plain f would hold all tokens
+        return self.project(x)
+
+    def keep(self, x):
+        return x
+
+    def start_gather(self, kept):
+        return gather_tokens(kept, self.group, async_op=True)
 
 
 # --- a mistake that would be silent: refused
@@ -285,14 +281,11 @@ def parallelize_sequence(model, group, keep_gathered=True, kv_group=None, whole_
     whole_experts: each rank sends its own tokens to experts. expert_parallel.py must deal these out
     over a group with all tensor-parallel ranks' tokens, before or after."""
     parallelize_tensors(model, group, kv_group, whole_experts)
-
-    def enter_and_project(layers):
-        return SequenceEnterAndProject(group, layers, keep_gathered)
-
+    enter_and_project = SequenceEnterAndProject if keep_gathered else GatherAgain
     if model.embed is not None:
         model.embed.token.leave = SequenceLeave(group)
     for block in model.blocks.values():
-        block.attn.enter = enter_and_project(block.attn.enter.layers)
+        block.attn.enter = enter_and_project(group, block.attn.enter.layers)
         block.attn.proj.leave = SequenceLeave(group)
         mlp = block.mlp
         if model.config.experts and not whole_experts:  # the router's choice is gathered with x
@@ -302,10 +295,10 @@ def parallelize_sequence(model, group, keep_gathered=True, kv_group=None, whole_
             mlp.router.sum_over_sequence = Leave(group)  # each rank's router saw T/t tokens
             mlp = mlp.shared
         if mlp is not None:
-            mlp.enter = enter_and_project(mlp.enter.layers)
+            mlp.enter = enter_and_project(group, mlp.enter.layers)
             mlp.down.leave = SequenceLeave(group)
     if model.head is not None:
-        model.head.enter = enter_and_project(model.head.enter.layers)
+        model.head.enter = enter_and_project(group, model.head.enter.layers)
     for name, module in model.named_modules():
         if name.endswith(("drop", "position")):  # embed's position and drop, attn_drop, mlp_drop
             module.register_forward_pre_hook(functools.partial(shard_last, group))

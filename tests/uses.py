@@ -176,7 +176,7 @@ class Layout(OneProcess):
             if not isinstance(block.mlp, Mixture):  # each tp rank has the mixture, whole
                 cut(block.mlp, "up", "down")
                 if self.again:
-                    block.mlp.norm[1] = project(self.tp, [block.mlp.up], keep_gathered=False)
+                    block.mlp.norm[1] = sp.GatherAgain(self.tp, [block.mlp.up])
         if self.tensor == "stream":
             self.criterion = mean_loss
         else:
