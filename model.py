@@ -22,6 +22,7 @@ arXiv:2401.04088 (Mixtral). Each part below names its own paper.
 
 import operator
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import pairwise
 from typing import Literal, get_args
 
@@ -103,7 +104,9 @@ class AttentionCore(nn.Module):
     starts: see GPT.forward."""
 
     def forward(self, q, k, v, starts=None):
-        return attend(q, k, v) if starts is None else attend_to_documents(q, k, v, starts)
+        grouped = q.shape[1] != k.shape[1]
+        kernel = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=grouped)
+        return kernel(q, k, v) if starts is None else attend_to_documents(kernel, q, k, v, starts)
 
 
 class MLP(nn.Module):
@@ -132,7 +135,7 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One layer, x (B, T, C) -> (B, T, C): attention, then an MLP or a mixture of experts. Each
     sees a norm of x, and its output is added to x. rope: None, or cos and sin, (1 or B, 1, T, D).
-    drop_key (B, T): see Dropout. starts and target_count, for routers only: see GPT.forward."""
+    drop_key (B, T): see Dropout. target_count (for routers) and starts: see GPT.forward."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -262,21 +265,16 @@ class CrossEntropy(nn.Module):
 # --- small parts of a layer
 
 
-def attend(q, k, v):
-    grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-
-
-def attend_to_documents(q, k, v, starts):
-    """Attention within each document: a causal kernel for each takes no mask, and computes no pair
-    in vain."""
+def attend_to_documents(kernel, q, k, v, starts):
+    """Attention within each document. A run of the causal kernel for each takes no mask, and
+    computes no pair in vain."""
     # Padding after the last document is a document, too
     starts = F.pad(starts, (0, q.shape[2] - starts.shape[1]), value=starts.shape[1])  # (B, T)
     begins = (starts == torch.arange(q.shape[2])).flatten().nonzero().flatten().tolist()
     lengths = [end - begin for begin, end in pairwise([*begins, starts.numel()])]
     rows = (t.transpose(0, 1).flatten(1, 2) for t in (q, k, v))  # (H, B T, D)
     documents = zip(*(t.unsqueeze(0).split(lengths, dim=2) for t in rows))
-    y = torch.cat([attend(*document) for document in documents], dim=2)  # (1, H, B T, D)
+    y = torch.cat([kernel(*document) for document in documents], dim=2)  # (1, H, B T, D)
     return y.squeeze(0).unflatten(1, starts.shape).transpose(0, 1)
 
 
@@ -381,7 +379,7 @@ class Router(nn.Linear):
         return weights.to(x.dtype), chosen
 
     def regulate(self, weights, chosen, scores, logits, target_count):
-        """The weights. Their backward also counts the load, and has the gradients of the losses."""
+        """Returns the weights. Their backward also counts the load, and adds the losses' gradients."""
         c = self.config
         assigned = scores.new_zeros(len(scores), c.experts)  # (B, E)
         assigned.scatter_add_(1, chosen.flatten(1), torch.ones_like(weights).flatten(1))

@@ -129,7 +129,7 @@ class ColumnParallelLinear(nn.Module):
         self.bias = shard(linear.bias, 0, group, shared_by)
 
     def used(self):
-        """The weight and bias of this rank's outputs."""
+        """The weight and bias that forward needs. SharedHeads needs some rows of them only."""
         return self.weight, self.bias
 
     def forward(self, x):
