@@ -379,7 +379,7 @@ class Router(nn.Linear):
         return weights.to(x.dtype), chosen
 
     def regulate(self, weights, chosen, scores, logits, target_count):
-        """Returns the weights. Their backward also counts the load, and adds the losses' gradients."""
+        """The weights. Their backward also counts the load, and adds the losses' gradients."""
         c = self.config
         assigned = scores.new_zeros(len(scores), c.experts)  # (B, E)
         assigned.scatter_add_(1, chosen.flatten(1), torch.ones_like(weights).flatten(1))
