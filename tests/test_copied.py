@@ -14,12 +14,15 @@ import torch.nn.functional as F
 import uses
 from conftest import ROOT
 from foreign import (
+    EXPERTS,
     LENGTH,
+    LIMIT,
     MODELS,
     OPTIMIZERS,
     ROWS,
     STEPS,
     VOCAB,
+    WIDTH,
     OneProcess,
     batch,
     causal,
@@ -27,7 +30,7 @@ from foreign import (
     one_process,
 )
 from reference import case, cuts_of, piece
-from tops import choices, on_top_of, refused, run_usage, usage
+from tops import choices, in_one_file, on_top_of, refused, run_usage, usage
 from torch.distributed import group
 from uses import TOPS, Layout, equals_one_process, play_alone, saliency
 
@@ -93,6 +96,11 @@ TABLE = {
 4 mixture {sgd|adamw} ep="all"
 4 mixture sgd {ep="all", plain=True|ep=2}
 """,
+    "three techniques": """
+8 heads {sgd data="zero 1", tp=2, pp=2, schedule="1f1b"|sgd data="ddp", cp=2, tp=2}
+8 heads adamw data="ddp", tp=2, tensor="sequence", pp=2, schedule="zb-v"
+8 experts adamw data="zero 1", pp=2, schedule="zb-v", ep="all"
+""",
 }
 
 
@@ -106,40 +114,34 @@ def rows_of(text):
             yield int(ranks), model, optimizer, eval(f"dict({options})", names)
 
 
-# --- any two techniques, and some three
+# --- any two techniques
 
-SPLITS = {
-    "tensor": dict(tp=2),
-    "sequence": dict(tp=2, tensor="sequence"),
-    "ring": dict(cp=2),
-    "ulysses": dict(cp=2, context="ulysses"),
-    "1f1b": dict(pp=2, schedule="1f1b"),
-    "zb-v": dict(pp=2, schedule="zb-v"),
-    "experts": dict(ep="all"),
-}
+SPLITS = [
+    dict(tp=2),
+    dict(tp=2, tensor="sequence"),
+    dict(cp=2),
+    dict(cp=2, context="ulysses"),
+    dict(pp=2, schedule="1f1b"),
+    dict(pp=2, schedule="zb-v"),
+    dict(ep="all"),
+    dict(islands=2),
+]
 DATA = "ddp", "zero 1", "zero 2", "fsdp", "muon"
-THREE = [("tensor", "1f1b"), ("sequence", "zb-v"), ("zb-v", "experts"), ("ring", "tensor")]
 
 
 def pairs():
-    """[(ranks, model, optimizer, options)]: each data parallelism beside each technique, and each
-    two techniques that split something else beside one of them; islands of each; three at once.
-    Optimizers take turns."""
-    found = [(4, dict(data=data, **split)) for split in SPLITS.values() for data in DATA]
-    found += [(4, dict(data=data, islands=2)) for data in DATA]
+    """[(ranks, model, optimizer, options)]: each data parallelism beside each split, and each two
+    splits of something else beside one of them. Optimizers take turns."""
+    found = [dict(data=data) | split for split in SPLITS for data in DATA]
     for a, b in itertools.combinations(SPLITS, 2):
-        if SPLITS[a].keys().isdisjoint(SPLITS[b]):
-            found.append((4, dict(data=DATA[len(found) % len(DATA)]) | SPLITS[a] | SPLITS[b]))
-    for split in SPLITS.values():
-        found.append((4, dict(data=DATA[len(found) % len(DATA)], islands=2) | split))
-    for i, (a, b) in enumerate(THREE):
-        found.append((8, dict(data=("zero 1", "ddp")[i % 2]) | SPLITS[a] | SPLITS[b]))
+        if a.keys().isdisjoint(b):
+            found.append(dict(data=DATA[len(found) % len(DATA)]) | a | b)
     rows = []
-    for i, (ranks, options) in enumerate(found):
+    for i, options in enumerate(found):
         if options["data"] not in ("fsdp", "muon"):  # the table has small buckets
             options["bucket_bytes"] = 8000
         optimizer = "muon" if options["data"] == "muon" else ("sgd", "adamw")[i % 2]
-        rows.append((ranks, "experts" if "ep" in options else "heads", optimizer, options))
+        rows.append((4, "experts" if "ep" in options else "heads", optimizer, options))
     return rows
 
 
@@ -292,42 +294,55 @@ def assert_trained(named, whole, piece=lambda full, p: full):
 
 
 @pytest.mark.parametrize(
-    "files, of, model, optimizer, limit",
+    "files, of, model, optimizer",
     [
-        ("ddp", "sum_gradients", "mlp", "SGD", 0),
-        ("ddp", "sum_gradients", "torch", "sgd", 0),
-        ("zero", "PlainZeRO1", "mlp", "SGD", 0),
-        ("zero", "PlainZeRO1", "torch", "adamw", 0),
-        ("zero", "ZeRO", "torch", "AdamW", 1.0),
-        ("zero fsdp", "FSDP", "torch", "AdamW", 1.0),
-        ("muon", "Muon", "torch", "Muon", 1.0),
+        ("ddp", "README", "torch", "sgd"),
+        ("ddp", "sum_gradients", "mlp", "SGD"),
+        ("ddp", "sum_gradients", "torch", "sgd"),
+        ("parameter_server", "push", "mlp", "sgd"),
+        ("parameter_server", "push", "torch", "sgd"),
+        ("parameter_server", "serve", "torch", "sgd"),
+        ("zero", "PlainZeRO1", "mlp", "SGD"),
+        ("zero", "PlainZeRO1", "torch", "adamw"),
+        ("zero", "ZeRO", "torch", "AdamW"),
+        ("zero fsdp", "FSDP", "torch", "AdamW"),
+        ("muon", "Muon", "torch", "Muon"),
     ],
 )
-def test_usage_of_data_parallelism(copied, files, of, model, optimizer, limit):
+def test_usage_of_data_parallelism(copied, files, of, model, optimizer):
     """Else whoever copies these lines trains another model."""
+    _, _, readme = (ROOT / "README.md").read_text().partition("\n    from ddp import DDP\n")
 
     def work(rank):
         module = importlib.import_module(files.split()[-1])
-        use = Layout(MODELS[model](), optimizer, microbatches=1 if of == "PlainZeRO1" else 2)
-        names = loop_names(use, module) | {"make": use.make_optimizer}
-        if of == "sum_gradients":
-            for p in use.model.parameters():
+        whole_steps = of in ("README", "PlainZeRO1")
+        use = Layout(MODELS[model](), optimizer, microbatches=1 if whole_steps else 2)
+        if of == "serve":  # one worker is one process
+            use.shares, use.share = 1, 0  # all rows
+        names = loop_names(use, module) | {"make": use.make_optimizer, "steps": STEPS}
+        for p in use.model.parameters():
+            if of == "sum_gradients" or of == "push" and p.requires_grad:
                 p.data += rank
+        code = textwrap.dedent(readme.partition("\nThe same flags")[0])
+        if of == "README":
+            names["batches"] = [(*part, count) for [part], count in names["batches"]]
+        else:
+            code = usage(getattr(module, of)).replace("torch.optim.SGD", "make")
         if of == "PlainZeRO1":
             names["target_count"] = names["batches"][0][1]
             names["batches"] = [part for [part], _ in names["batches"]]
-        exec(usage(getattr(module, of)).replace("torch.optim.SGD", "make"), names)
-        weights = use.named()
-        if of not in ("sum_gradients", "PlainZeRO1"):
-            sharded = names[{"FSDP": "fsdp", "Muon": "muon"}.get(of, "zero")]
-            weights = dict(sharded.gather_full([*weights.items()]))
-        if of == "PlainZeRO1":  # a rank has shards of gradients
-            expected = one_process(model, optimizer, limit=0)[2]
-            torch.testing.assert_close(weights, expected, rtol=1e-10, atol=1e-10)
-        else:
-            assert_trained(weights, one_process(model, optimizer, limit=limit))
+        exec(code, names)
+        weights, clips = use.named(), of in ("ZeRO", "FSDP", "Muon")
+        whole = one_process(model, optimizer, limit=1.0 if clips else 0)
+        if clips:
+            weights = dict(names[of.lower()].gather_full([*weights.items()]))
+        if of in ("push", "serve", "PlainZeRO1"):  # no rank has all gradients
+            whole = None, dict.fromkeys(whole[1]), whole[2]
+        if of not in ("push", "serve") or rank == 0:
+            assert_trained(weights, whole)
+            assert of != "serve" or (names["worker"], names["staleness"]) == (1, 0)
 
-    copied(files, 3, work)
+    copied(files, 2 if of == "serve" else 3, work)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -344,44 +359,6 @@ def test_micro_batches_of_plain_zero(zero, stage):
         plain.step()
     expected = one_process("mlp", "SGD", limit=0)[2]
     torch.testing.assert_close(use.named(), expected, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("model", ["mlp", "torch"])
-@on_top_of("parameter_server", 3)
-def test_usage_of_a_parameter_server(server, model):
-    use = Layout(MODELS[model](), "sgd")
-    for p in use.model.parameters():
-        if p.requires_grad:
-            p.data += dist.get_rank()
-    run_usage(server.push, **loop_names(use, server))
-    if dist.get_rank() == 0:
-        weights = one_process(model, "sgd", limit=0)[2]
-        torch.testing.assert_close(use.named(), weights, rtol=1e-10, atol=1e-10)
-
-
-@on_top_of("ddp", 3)
-def test_usage_in_the_readme(ddp):
-    """With the top of ddp.py alone. Its batches are whole steps of this rank."""
-    use = Layout(MODELS["torch"](), "sgd", microbatches=1)
-    names = loop_names(use, ddp)
-    names["batches"] = [(*part, count) for [part], count in names["batches"]]
-    _, _, rest = (ROOT / "README.md").read_text().partition("\n    from ddp import DDP\n")
-    snippet, _, _ = rest.partition("\nThe same flags")
-    exec(textwrap.dedent(snippet), names)
-    assert_trained(use.named(), one_process("torch", "sgd", limit=0))
-
-
-@on_top_of("parameter_server", 2)
-def test_usage_of_an_asynchronous_server(server):
-    """One worker is one process, whatever the bound: nobody else's gradient comes between."""
-    use = Layout(MODELS["torch"](), "sgd")
-    use.shares, use.share = 1, 0  # all rows
-    names = loop_names(use, server)
-    names = run_usage(server.serve, **names, steps=len(names["batches"]))
-    if dist.get_rank() == 0:
-        weights = one_process("torch", "sgd", limit=0)[2]
-        torch.testing.assert_close(use.named(), weights, rtol=1e-10, atol=1e-10)
-        assert (names["worker"], names["staleness"]) == (1, 0)
 
 
 @on_top_of("zero fsdp", 3)
@@ -459,34 +436,36 @@ def test_usage_of_context_parallel(cp, kind):
     )
 
 
-@pytest.mark.parametrize("microbatches", [2, 4])
-@on_top_of("pipeline", 3)
-def test_usage_of_plain_gpipe(pp, microbatches):
-    """Three ranks, with fewer micro-batches and with more."""
-    use, whole = OneProcess(MODELS["mlp"](), "SGD"), one_process("mlp", "SGD", limit=0)
-    embedding, *blocks, head = use.model
-    batches = [batch(step, LENGTH) for step in range(STEPS)]
-    names = dict(embedding=embedding, blocks=blocks, head=head, T=LENGTH, C=13)
-    names |= dict(b=ROWS // microbatches, F=F)
-    names["batches"] = [(x.chunk(microbatches), y.chunk(microbatches), n) for x, y, n in batches]
-    torch.set_default_dtype(torch.float64)
-    names = run_usage(pp.plain_gpipe, **vars(pp) | names)
-    assert_trained({p.full_name: p for p in names["stage"].parameters()}, whole)
+@pytest.mark.parametrize(
+    "of, ranks, microbatches, schedule",
+    [
+        ("plain_gpipe", 3, 2, None),  # fewer than ranks
+        ("plain_gpipe", 3, 4, None),
+        ("Pipeline", 2, 4, None),
+        ("Pipeline", 2, 4, "zb-v"),
+    ],
+)
+def test_usage_of_pipelines(copied, of, ranks, microbatches, schedule):
+    def work(rank):
+        import pipeline as pp
+        import zero_bubble as zb
 
+        use, whole = OneProcess(MODELS["mlp"](), "SGD"), one_process("mlp", "SGD", limit=0)
+        embedding, *blocks, head = use.model
+        batches = [batch(step, LENGTH) for step in range(STEPS)]
+        batches = [(x.chunk(microbatches), y.chunk(microbatches), n) for x, y, n in batches]
+        names = dict(rank=rank, ranks=ranks, microbatches=microbatches, batches=batches, F=F)
+        names |= dict(embedding=embedding, blocks=blocks, head=head, layers=list(use.model))
+        names |= dict(device="cpu", dtype=torch.float64, b=ROWS // microbatches, T=LENGTH, C=13)
+        if schedule:
+            names["Schedule"] = lambda rows: zb.find_schedule(schedule, ranks, microbatches)
+        torch.set_default_dtype(torch.float64)
+        code = usage(getattr(pp, of)).replace("torch.optim.AdamW", "torch.optim.SGD")
+        exec(code, names := vars(pp) | names)
+        trained = names.get("parameters") or names["stage"].parameters()
+        assert_trained({p.full_name: p for p in trained}, whole)
 
-@pytest.mark.parametrize("split", [False, True])
-@on_top_of("pipeline zero_bubble", 2)
-def test_usage_of_pipeline(pp, zb, split):
-    chain, whole = MODELS["mlp"](), one_process("mlp", "AdamW", limit=0)
-    batches = [batch(step, LENGTH) for step in range(STEPS)]
-    batches = [(x.chunk(4), y.chunk(4), count) for x, y, count in batches]
-    names = dict(rank=dist.get_rank(), ranks=2, microbatches=4, batches=batches, device="cpu", F=F)
-    names |= dict(layers=[chain[:2], *chain[2:]], dtype=torch.float64, b=2, T=LENGTH, C=13)
-    if split:
-        names["Schedule"] = lambda rows: zb.find_schedule("zb-v", 2, 4)
-    names = run_usage(pp.Pipeline, **vars(pp) | names)
-    named = {p: name for name, p in chain.named_parameters()}
-    assert_trained({named[p]: p for p in names["parameters"]}, whole)
+    copied("pipeline zero_bubble", ranks, work)
 
 
 @on_top_of("pipeline zero_bubble", 1)
@@ -590,6 +569,62 @@ def test_usage_of_expert_parallel(ep):
     ours = gradients(group.WORLD, slice(4 * rank, 4 + 5 * rank))
     experts = slice(0, 2) if rank == 0 else slice(2, 3)
     torch.testing.assert_close(ours, [*common, up[experts], down[experts]])
+
+
+# Section of the page, model, which ranks have rows of their own
+SECTIONS = [
+    ("Tensor parallelism and DDP", "heads", "outer"),
+    ("Tensor parallelism and ZeRO", "heads", "outer"),
+    ("Pipeline and ZeRO", "untied", "inner"),
+    ("A pipeline with a split backward, and ZeRO", "untied", "inner"),
+    ("FSDP and context parallelism", "heads", "outer"),
+    ("DiLoCo, with ZeRO or any other in each island", "heads", "inner"),
+    ("Experts and DDP", "experts", "all"),
+]
+
+
+def code_of(heading):
+    """The indented blocks of a section of docs/use/two-techniques.md."""
+    page = (ROOT / "docs" / "use" / "two-techniques.md").read_text()
+    _, found, text = page.partition(f"\n## {heading}\n")
+    assert found, heading
+    lines = text.partition("\n## ")[0].splitlines()
+    return "\n".join(line[4:] for line in lines if line.startswith("    ") or not line)
+
+
+@pytest.mark.parametrize("heading, model, rows", SECTIONS)
+def test_usage_of_two_techniques(copied, heading, model, rows):
+    """The page's blocks, with all tops in one file."""
+    tops = in_one_file(TOPS.split())  # once for all ranks
+
+    def work(rank):
+        names = vars(tops) | dict(F=F)
+        exec(code_of("Groups"), names)
+        exec(code_of("Tensor parallelism and DDP").partition("\n\n")[0], names)  # split
+        islands, use = 1 + ("DiLoCo" in heading), OneProcess(MODELS[model](), "AdamW")
+        if model == "untied":
+            use.model.embed, *use.model.blocks, use.model.head = use.model
+        part, parts = {"inner": (rank % 2, 2), "outer": (rank // 2, 2), "all": (rank, 4)}[rows]
+        batches = []
+        for step in range(STEPS):
+            *full, count = batch(step + 100 * (rank // 2) * (islands - 1), use.length)
+            own = [t.tensor_split(parts)[part].tensor_split(2) for t in full]
+            batches.append((list(zip(*own)), count))
+        names |= dict(model=use.model, batches=batches, T=use.length, C=WIDTH, b=2, E=EXPERTS)
+        names |= dict(dtype=torch.float64, device="cpu")
+        if model == "experts":
+            names["mixture"] = use.model.blocks[1].mlp
+        exec(code_of(heading).replace(", 1.0", f", {LIMIT}"), names)
+        trained = names.get("modules") or names.get("stage") or use.model
+        named = [(p.full_name, p) for p in trained.parameters()]
+        if sharded := names.get("zero") or names.get("fsdp"):
+            named = sharded.gather_full(named)
+        weights = islands_here(islands, model, "AdamW", STEPS)[0][2]
+        for name, p in named:
+            expected = piece(weights[name], cuts_of(p))
+            torch.testing.assert_close(p.detach(), expected, rtol=1e-8, atol=1e-8)
+
+    copied(TOPS, 4, work)
 
 
 @on_top_of("collectives", 3)
