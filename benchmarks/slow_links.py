@@ -59,30 +59,36 @@ def ip(*words):
 
 
 @contextlib.contextmanager
-def two_hosts(megabits):
-    """Two network namespaces, joined by a link of so many Mbit/s in each direction."""
+def two_hosts(megabits=None):
+    """Two network namespaces, joined by a link of so many Mbit/s in each direction, or no limit."""
     if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"):
-        raise harness.Refused("--links needs root, and the commands ip and tc (iproute2)")
-    names = [f"island{os.getpid()}{side}" for side in "ab"]
+        raise harness.Refused("two hosts need root, and the commands ip and tc (iproute2)")
+    names = [f"host{os.getpid()}{side}" for side in "ab"]
     try:
-        for name in names:
-            ip("netns", "add", name)
-        ends = [("name", f"wire{i}", "netns", name) for i, name in enumerate(names)]
-        ip("link", "add", *ends[0], "type", "veth", "peer", *ends[1])
-        for i, name in enumerate(names):
-            ip("-n", name, "address", "add", f"10.98.0.{i + 1}/24", "dev", f"wire{i}")
-            ip("-n", name, "link", "set", f"wire{i}", "mtu", "9000", "up")
-            ip("-n", name, "link", "set", "lo", "up")
-            burst = max(20_000, int(megabits * 1e6 / 8 / 250))  # bytes in a tick of 4 ms
-            limit = f"rate {megabits}mbit burst {burst} limit {max(burst, 1_000_000)}"
-            command = ["ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", f"wire{i}", "root"]
-            subprocess.run([*command, "tbf", *limit.split()], check=True, capture_output=True)
+        try:
+            join(names, megabits)
+        except (subprocess.SubprocessError, OSError) as e:
+            raise harness.Refused(f"no two hosts here: {getattr(e, 'stderr', None) or e}") from e
         yield names
-    except (subprocess.SubprocessError, OSError) as e:
-        raise harness.Refused(f"no limited link here: {getattr(e, 'stderr', None) or e}") from e
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+def join(names, megabits):
+    for name in names:
+        ip("netns", "add", name)
+    ends = [("name", f"wire{i}", "netns", name) for i, name in enumerate(names)]
+    ip("link", "add", *ends[0], "type", "veth", "peer", *ends[1])
+    for i, name in enumerate(names):
+        ip("-n", name, "address", "add", f"10.99.0.{i + 1}/24", "dev", f"wire{i}")
+        ip("-n", name, "link", "set", f"wire{i}", "mtu", "9000", "up")
+        ip("-n", name, "link", "set", "lo", "up")
+        if megabits:
+            burst = max(20_000, int(megabits * 1e6 / 8 / 250))  # bytes in a tick of 4 ms
+            limit = f"rate {megabits}mbit burst {burst} limit {max(burst, 1_000_000)}".split()
+            queue = "qdisc", "add", "dev", f"wire{i}", "root", "tbf"
+            ip("netns", "exec", name, "tc", *queue, *limit)
 
 
 def transmitted(name):
@@ -104,7 +110,7 @@ def measure(hosts, script, flags, steps, port):
                 "RANK": str(rank),
                 "WORLD_SIZE": "2",
                 "LOCAL_WORLD_SIZE": "1",
-                "MASTER_ADDR": "10.98.0.1",
+                "MASTER_ADDR": "10.99.0.1",
                 "MASTER_PORT": str(port),
                 "GLOO_SOCKET_IFNAME": f"wire{rank}",
                 "OMP_NUM_THREADS": "1",

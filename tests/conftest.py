@@ -10,7 +10,6 @@ import os
 import pathlib
 import pickle
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -212,34 +211,22 @@ def ip(*words, check=True):
     return subprocess.run(["ip", *words], check=check, capture_output=True, text=True, timeout=20)
 
 
-@contextlib.contextmanager
 def joined_hosts():
     """Two network namespaces, joined by a wire: the names of both. Root only."""
-    names = [f"ranks{os.getpid()}{side}" for side in "ab"]
-    try:
-        for name in names:
-            ip("netns", "add", name)
-        here, there = (("name", f"wire{i}", "netns", name) for i, name in enumerate(names))
-        ip("link", "add", *here, "type", "veth", "peer", *there)
-        for i, name in enumerate(names):
-            ip("-n", name, "address", "add", f"10.99.0.{i + 1}/24", "dev", f"wire{i}")
-            ip("-n", name, "link", "set", f"wire{i}", "up")
-            ip("-n", name, "link", "set", "lo", "up")
-        yield names
-    finally:
-        for name in names:
-            ip("netns", "delete", name, check=False)
+    from benchmarks import slow_links
+
+    return slow_links.two_hosts()
 
 
 @pytest.fixture
 def two_nodes():
-    if os.geteuid() != 0 or not shutil.which("ip"):
-        pytest.skip("network namespaces need root and the command ip (iproute2)")
+    from harness import Refused
+
     with contextlib.ExitStack() as stack:
         try:
             names = stack.enter_context(joined_hosts())
-        except (subprocess.SubprocessError, OSError) as e:
-            pytest.skip(f"no network namespaces here: {getattr(e, 'stderr', None) or e}")
+        except Refused as e:
+            pytest.skip(str(e))
         yield names
 
 
