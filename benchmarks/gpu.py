@@ -10,8 +10,7 @@
 
 Writes each row to --json as soon as it is there. A row that fails says why, the others go on, and
 the exit code is 1. One GPU takes ten to twenty minutes, by estimate. Where a GPU is lent for less:
---budget MINUTES, and once more with --go-on. --device cpu rehearses the proofs. --plot NAME draws
-the ratios; where it has no matplotlib, draw elsewhere: --measured docs/gpu.json --plot docs/gpu
+--budget MINUTES, and once more with --go-on. --device cpu rehearses the proofs.
 """
 
 import collections
@@ -183,23 +182,6 @@ def kept(path, device):
     return {part: [row for row in before[part] if "failed" not in row] for part in PARTS}
 
 
-def draw(found, name):
-    """tokens/s of ours / theirs: median and quartiles."""
-    rows = [row for row in found["speed"] + found["vs_torch"] if "ratio" in row]
-    plt = harness.pyplot()
-    figure, ax = plt.subplots(figsize=(8, 1 + 0.3 * len(rows)), layout="constrained")
-    for i, row in enumerate(rows):
-        low, middle, high = row["ratio"]
-        ax.barh(i, middle, color="#4c78a8")
-        ax.plot([low, high], [i, i], color="black")
-    ax.axvline(1, color="gray", linewidth=0.8)
-    labels = [row.get("pair", f"train.py {row['name']} / nanoGPT") for row in rows]
-    ax.set(yticks=range(len(rows)), yticklabels=labels, xlabel="tokens/s, ours / theirs")
-    ax.set(title=found["device"])
-    ax.invert_yaxis()
-    harness.save(figure, name)
-
-
 def main():
     p = harness.Parser(__doc__)
     p.add_argument("--only", nargs="+", choices=list(PARTS), metavar="PART", help="some parts")
@@ -208,18 +190,9 @@ def main():
     p.add_argument("--budget", type=harness.real(0.1), metavar="MINUTES", help=why)
     why = "keep the rows of --json that did not fail, and measure the others"
     p.add_argument("--go-on", action="store_true", help=why)
-    harness.plot_flag(p, "draw the ratios")
-    why = "measure nothing: draw what a --json of another run holds"
-    p.add_argument("--measured", metavar="FILE", help=why)
     why = "cpu rehearses the proofs, with small sizes"
     p.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help=why)
     args = p.parse_args()
-    harness.check_plot(args)
-    if args.measured:
-        if not args.plot:
-            raise harness.Refused("--measured is for --plot NAME: give that too")
-        with open(args.measured) as file:
-            return draw(json.load(file), args.plot)
     gpus = torch.cuda.device_count() if args.device == "cuda" else 0
     if args.device == "cuda" and not gpus:
         raise harness.Refused("no GPU is visible here: --device cpu rehearses the proofs")
@@ -248,8 +221,6 @@ def main():
             print(", ".join(f"{key} {value}" for key, value in row.items()), flush=True)
             with open(args.json, "w") as file:
                 json.dump(found, file, indent=1)
-    if args.plot:
-        draw(found, args.plot)
     failed = [row for part in PARTS for row in found[part] if "failed" in row]
     sys.exit(1 if failed else 0)
 

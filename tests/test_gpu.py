@@ -20,7 +20,6 @@ SMALL = "ddp.py --sync naive --nproc 2 --layers 1 --heads 2 --device cpu --backe
     [
         ([], "no GPU is visible here: --device cpu rehearses the proofs"),
         (["--device", "cpu", "--only", "speed"], "speed needs at least 1 GPUs, and there are 0"),
-        (["--measured", "docs/gpu.json"], "--measured is for --plot NAME"),
     ],
 )
 def test_it_refuses(monkeypatch, capsys, flags, why):
