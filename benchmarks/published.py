@@ -2,8 +2,8 @@
 benchmarks.published
 
 published.csv has the rows, each with the flags of train.py that describe it.
-No constant of simulator/kernels.py and simulator/links.py is fitted to these rows. What of a layout is
-not published, and assumed here, says docs/reference/estimates.md.
+No constant of simulator/kernels.py and simulator/links.py is fitted to these rows. What is not
+published, and assumed here, says docs/reference/estimates.md.
 """
 
 import csv
