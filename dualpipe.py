@@ -220,10 +220,8 @@ def main():
     why = "ranks that share the experts of a stage, each with sequences of its own (default: 2)"
     g.add_argument("--ep", **harness.POSITIVE, help=why)
     g.add_argument("--in-turns", action="store_true", help="run pairs one after the other")
-    harness.plot_flag(g, "run nothing, draw the schedule, two lanes a rank")
+    harness.flags.gone(g, "--plot", "docs/learn/dualpipe.md has the schedule drawn")
     args = parser.parse_args()
-    if args.plot:
-        return receipts.dualpipe.draw(args, find_schedule, PairedSchedule)
     config = harness.configure(args)
     check = functools.partial(receipts.dualpipe.check, find_schedule, args, config)
     proof.launch(demo, args, check=check)

@@ -1,4 +1,5 @@
-"""The pictures of docs/pictures: who holds what, the mesh, two rings, the choice, estimates.
+"""The pictures of docs/pictures: who holds what, the mesh, two rings, schedules, the choice,
+estimates.
 
     python -m docs.pictures                        all of them
     python -m docs.pictures --only mesh,choose     some of them
@@ -16,6 +17,7 @@ import pathlib
 import re
 import textwrap
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest import mock
@@ -27,6 +29,8 @@ import context_parallel
 import harness
 import train
 import zero_bubble
+from dualpipe import PairedSchedule
+from receipts import dualpipe, pipeline
 
 FOLDER = pathlib.Path(__file__).with_suffix("")
 # Okabe and Ito's colors, which the colour-blind tell apart
@@ -394,6 +398,72 @@ def draw_box(svg, x, y, width, words, fill, frame):
     draw_lines(svg, x + width / 2, y + 40, lines, weight="bold" if frame == BLUE else "normal")
 
 
+# --- schedules
+
+# Of a rank's first stage, and of its later ones: fill, and color of the number
+SPANS = {"F": ((SKY, DARK), (BLUE, "white")), "B": ((ORANGE, DARK), (VERMILION, "white"))}
+SPANS |= {"I": SPANS["B"], "W": (("#8FD3BC", DARK), (GREEN, "white"))}
+
+
+def timelines(title, rows):
+    """Spans of schedules, one below the other: a row a rank, a box an action with its micro-batch's
+    number. rows: [(words, spans)]."""
+    unit = 590 / max(row[-1][1] for _, spans in rows for row in spans)
+    svg = Picture(34 + sum(30 + 18 * len(spans) for _, spans in rows), title)
+    y, boxes = 0, {}
+    for words, spans in rows:
+        svg.text(
+            44, y + 20, f"{words}: works {pipeline.utilisation(spans):.1%} of the step", 14, "start"
+        )
+        y += 26
+        for rank, row in enumerate(spans):
+            svg.text(8, y + 13, f"rank {rank}", 12, "start")
+            first = min(action.stage for *_, action in row)
+            lanes = Counter(start for start, *_ in row)
+            for start, end, (kind, m, stage) in row:
+                top, height = y, 17.0
+                if lanes[start] == 2:  # a pair: the forward above, the backward below
+                    top, height = (y if kind == "F" else y + 8.5), 8.5
+                color, ink = SPANS[kind][stage > first]
+                x, width = 44 + unit * start, unit * (end - start)
+                boxes.setdefault(color, []).append((x, top, width - 0.7, height - 0.7))
+                size = min(11.0, 0.75 * width, height)
+                middle = top + (height + 0.7 * size) / 2
+                svg.text(x + width / 2, middle, str(m), size, fill=ink)
+            y += 18
+        y += 4
+    texts, svg.parts = svg.parts[1:], svg.parts[:1]
+    for color, places in boxes.items():
+        svg.boxes(places, color)
+    svg.parts += texts
+    legend = {SKY: "forward", ORANGE: "backward, or its inputs' gradient"}
+    legend |= {SPANS["W"][0][0]: "weights' gradient", GREY: "dark: a rank's later stages"}
+    for x, (color, words) in zip((44, 120, 320, 440), legend.items()):
+        svg.box(x, svg.height - 22, 10, 10, color)
+        svg.text(x + 14, svg.height - 13, words, 11, "start")
+    return svg
+
+
+def schedules():
+    """All schedules on 4 ranks with 8 micro-batches, as `pipeline.py --compare` simulates them."""
+    rows = []
+    for name in zero_bubble.ALL_SCHEDULES:
+        schedule = zero_bubble.find_schedule(name, 4, 8)
+        stages = len(schedule.stages(0))
+        time = lambda action, stages=stages: pipeline.unit(action) / stages  # noqa: E731
+        rows.append((name, pipeline.simulate(schedule, time)))
+    return timelines("Every schedule on 4 ranks with 8 micro-batches", rows)
+
+
+def pairs():
+    """dualpipe.py's schedule, if messages take as long as a forward computes."""
+    schedule, rows = zero_bubble.find_schedule("dualpipev", 4, 8), []
+    for words, each in (("in turns", schedule), ("overlapped", PairedSchedule(schedule.rows))):
+        spans = pipeline.simulate(each, dualpipe.alone, together=dualpipe.hide)
+        rows.append((f"{words}, {max(row[-1][1] for row in spans):g} units", spans))
+    return timelines("dualpipe.py on 4 pipeline ranks with 8 micro-batches", rows)
+
+
 # --- estimates
 
 
@@ -447,7 +517,16 @@ def main():
 
 
 PICTURES = {f"holds-{name}": functools.partial(holds, name) for name in TECHNIQUES}
-for draw in (holds_all, mesh, ring_all_reduce, ring_attention, choose, estimates):
+for draw in (
+    holds_all,
+    mesh,
+    ring_all_reduce,
+    ring_attention,
+    schedules,
+    pairs,
+    choose,
+    estimates,
+):
     PICTURES[draw.__name__.replace("_", "-")] = draw
 
 if __name__ == "__main__":

@@ -90,16 +90,13 @@ class Run(rank.TrainingRank):
                 self.restart_clock()
 
     def say_what_follows(self):
-        """After the compared steps, if more are left: whether they agree, and what comes next."""
-        errors, limits, last = self.proof.errors, TOLERANCE[self.precision], self.args.steps
-        if self.proven == last:
-            return
-        if all(errors[kind] <= limits[kind] for kind in errors):
-            text = f"equal, gradients to {errors['grad']:.1e}; on to step {last:,} and the receipt"
-        else:
-            text = f"NOT equal: the receipt says where, after step {last:,}; --steps {self.proven} "
-            text += "brings it now"
-        self.print(text)
+        """After the compared steps, if more are left: whether they agree."""
+        errors, limits = self.proof.errors, TOLERANCE[self.precision]
+        text = f"equal, gradients to {errors['grad']:.1e}"
+        if any(errors[kind] > limits[kind] for kind in errors):
+            text = f"NOT equal: the receipt says where, --steps {self.proven} brings it now"
+        if self.proven < self.args.steps:
+            self.print(f"{text}; on to step {self.args.steps:,} and the receipt")
 
     def begin(self, optimizer):
         self.lr = learning_rate(self.step, self.args)

@@ -1,7 +1,6 @@
 """What DualPipe hides, and what its demo's ranks send: as much as a pipeline and experts do."""
 
 from harness.flags import check_batch
-from harness.plots import check_plot
 from harness.refusal import Refused, refusing
 from proof.receipt import Count
 from receipts import ddp, expert_parallel, pipeline
@@ -19,19 +18,6 @@ def check(make, args, config, world):
     with refusing():
         expert_parallel.experts_here(config, Group("ep", args.ep))
     check_batch(args, args.ep)
-
-
-def draw(args, find_schedule, pair):
-    """Draw the schedule of --nproc ranks, two lanes each, beside the same actions one after
-    another, if messages take as long as a forward computes. pair: PairedSchedule."""
-    check_plot(args)
-    ranks = (args.nproc or 4) // (args.ep or 2)
-    with refusing():
-        schedule = find_schedule("dualpipev", ranks, args.microbatches)
-    pictures = []
-    for title, rows in (("in turns", schedule), ("overlapped", pair(schedule.rows))):
-        pictures.append((title, pipeline.simulate(rows, alone, together=hide)))
-    pipeline.plot(args.plot, pictures)
 
 
 def alone(action):

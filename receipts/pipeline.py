@@ -1,4 +1,4 @@
-"""What a pipeline schedule is worth: simulated without ranks, and drawn.
+"""What a pipeline schedule is worth: simulated without ranks.
 
 A schedule is pipeline.py's: for each rank a list of actions. Spans are a schedule with times: for
 each rank a list of (start, end, action).
@@ -9,7 +9,6 @@ import contextlib
 import itertools
 
 from harness.flags import gone
-from harness.plots import check_plot, plot_flag, pyplot, save
 from harness.presets import ceil
 from harness.refusal import Refused, refusing
 from proof.receipt import Count
@@ -51,17 +50,14 @@ def flags(group):
     """What to show of schedules. `check` and `compare` read them."""
     why = "run nothing: all schedules, or --schedule, for --nproc ranks, from the simulator"
     group.add_argument("--compare", action="store_true", help=why)
-    plot_flag(group, "with --compare: draw the schedules, one below the other")
-    gone(group, "--trace", "--compare --plot NAME draws schedules")
+    for flag in ("--trace", "--plot"):
+        gone(group, flag, "docs/learn/pipelines.md has the schedules drawn")
 
 
 def check(args):
     """Refuse flags that show nothing together."""
     if args.compare and args.json:
         raise Refused("--compare runs nothing that --json could show: leave one of them out")
-    if args.plot and not args.compare:
-        raise Refused("--plot draws schedules, and runs nothing: add --compare, or leave it out")
-    check_plot(args)
 
 
 # --- where to cut the layers
@@ -306,7 +302,7 @@ def weights_put_off(config, row, layers):
 
 def compare(make, args, names):
     """Print each of the named schedules that exists for --nproc ranks and --microbatches beside its
-    paper's formula, from the simulator; and draw them. Of --schedule only that one."""
+    paper's formula, from the simulator. Of --schedule only that one."""
     ranks, microbatches = args.nproc or 4, args.microbatches
     check_length(ranks, microbatches, args.chunks or 2, MOST_COMPARED)
     names = [args.schedule] if args.schedule else names
@@ -316,7 +312,6 @@ def compare(make, args, names):
         "  schedule      stages   a rank waits: simulated, by the paper       utilisation   "
         "activations held    sends a rank"
     )
-    pictures = []
     for name in names:
         chunks = args.chunks if args.schedule or name == "interleaved" else None
         try:
@@ -326,45 +321,9 @@ def compare(make, args, names):
             continue
         v = len(schedule.owner) // ranks
         spans = simulate(schedule, lambda action, v=v: unit(action) / v)
-        pictures.append((name, spans))
         expected, text = by_paper(name, ranks, microbatches, v, 1, 1, 1)
         paper = text if expected is None else f"{expected:6.2f} = {text}"
         flying = max(in_flight(row) for row in schedule.rows) / v
         sends = microbatches * max(sum(boundaries(schedule, rank)) for rank in range(ranks))
         waits, used = waiting(spans), utilisation(spans)
         print(f"  {name:12s}{v:6d}   {waits:6.2f}  {paper:38s}{used:9.1%}{flying:15.2f}{sends:18}")
-    if args.plot and pictures:
-        plot(args.plot, pictures)
-
-
-COLORS = {  # of a rank's first stage, and of its later ones; words in the legend
-    "F": ("#9ecae1", "#3182bd", "forward (dark: a rank's later stages)"),
-    "B": ("#fdae6b", "#e6550d", "backward, or its input's gradient"),
-    "I": ("#fdae6b", "#e6550d", None),
-    "W": ("#a1d99b", "#31a354", "weights' gradient"),
-}
-
-
-def plot(name, pictures):
-    """Draw timelines one above the other, each (title, spans): a row a rank, a bar an action."""
-    plt = pyplot()
-    height = 1.5 + 0.3 * sum(len(spans) for _, spans in pictures)
-    options = dict(figsize=(12, height), squeeze=False, sharex=True, layout="constrained")
-    figure, axes = plt.subplots(len(pictures), **options)
-    for ax, (title, spans) in zip(axes[:, 0], pictures):
-        for rank, row in enumerate(spans):
-            first = min(action.stage for *_, action in row)
-            lanes = collections.Counter(start for start, *_ in row)
-            for start, end, (kind, m, stage) in row:
-                color, height, y = COLORS[kind][stage > first], 0.9, rank
-                if lanes[start] == 2:  # a pair: the forward above, the backward below
-                    height, y = 0.45, rank + (-0.225 if kind == "F" else 0.225)
-                bar = ax.barh(y, end - start, height, start, color=color, ec="white", lw=0.4)
-                ax.bar_label(bar, [m], label_type="center", fontsize=6)
-        ax.set_yticks(range(len(spans)), [f"rank {rank}" for rank in range(len(spans))])
-        ax.invert_yaxis()
-        ax.set_title(f"{title}   (utilisation {utilisation(spans):.1%})", fontsize=10, loc="left")
-    for color, _, text in COLORS.values():
-        axes[0, 0].barh(0, 0, color=color, label=text)
-    axes[0, 0].legend(ncols=3, loc="lower right", bbox_to_anchor=(1, 1), frameon=False, fontsize=8)
-    save(figure, name)

@@ -16,7 +16,7 @@ def add_flags(parser):
     g.add_argument("--dry-run", action="store_true", help=f"{why}described cluster, take")
     why = "search the layouts that fit, choosing --dp to --recompute itself, and say why each loses"
     g.add_argument("--plan", action="store_true", help=f"{why} to the best")
-    why = "devices for --plan, or several numbers for --plot: 8,16,...,512 (default: the layout's)"
+    why = "devices for --plan, or several numbers: 8,16,...,512 (default: the layout's)"
     g.add_argument("--gpus", type=counts, metavar="N", help=why)
     harness.plot_flag(g, "with --plan: how a job scales over --gpus")
     names = ", ".join(DEVICES)
@@ -66,6 +66,8 @@ def main(args, prepare, train):
     Nothing else of train.py is known here."""
     cluster, args = cluster_of(args), copy.copy(args)
     args.backend = args.backend or ("gloo" if args.device == "cpu" else "nccl")
+    if args.plot:
+        raise harness.Refused("--plot draws a run's loss, and here nothing runs: leave it out")
     if args.plan:
         args.gpus = args.gpus or [args.dp * args.cp * args.tp * args.pp]
         return planner.plan(args, cluster, prepare, train)

@@ -1,5 +1,5 @@
 """What a dry run prints: the table of what ranks hold and send, and the step's estimate. What a
-plan prints: its table, the commands, and a picture of how a job scales."""
+plan prints: its table and the commands, and how a job scales."""
 
 import math
 
@@ -101,7 +101,7 @@ WHY = {
 }
 
 
-def print_plan(config, cluster, rows):
+def print_plan(config, rows, cluster):
     """Print the Candidates as a table, the best first; then their commands."""
     args = rows[0].args
     gpus, device, tokens = device_count(args), device_name(args), args.batch * config.context
@@ -202,27 +202,3 @@ def print_scaling(args, config, cluster, best):
             row = f"{each:17,.0f}  {cells_of(one, config, cluster)}"
         print(f"  {gpus:7,}  {row}")
     print("\n  one number of --gpus prints the layouts that lose too, and the command of each")
-
-
-def plot(args, config, cluster, best, name):
-    """The same as a picture. A bar without a layout is hatched, and as high as the highest."""
-    fits = {n: one for n, one in best.items() if not isinstance(one, str)}
-    tokens = args.batch * config.context
-    each = {n: tokens / one.step.seconds / n for n, one in fits.items()}
-    figure, axes = harness.pyplot().subplots(figsize=(8, 4.5), layout="constrained")
-    for gpus, text in best.items():
-        height, look = max(each.values()), dict(color="none", hatch="//")
-        if gpus in fits:
-            height, look, seconds = each[gpus], dict(color="#9ecae1"), fits[gpus].step.seconds
-            took = days(args, config, seconds) if args.tokens else f"{seconds:.4g} s a step"
-            text = f"{layouts.words(fits[gpus].args)}\n{took}"
-        bar = axes.bar(f"{gpus:,}", height, 0.7, edgecolor="gray", **look)
-        frame = dict(facecolor="white" if gpus not in fits else "none", edgecolor="none")
-        lines = [text.replace(", ", "\n")]
-        axes.bar_label(bar, lines, fontsize=8, label_type="center", rotation=90, bbox=frame)
-    axes.set(xlabel="devices", ylabel="tokens/s a device")
-    what = f"{args.preset}, {tokens:,} tokens a step on {device_name(args)}"
-    what += f", {args.tokens:.4g} in all" if args.tokens else ""
-    hatched = "" if len(fits) == len(best) else "; hatched: none does"
-    figure.suptitle(f"{what}\nThe best layout that fits, estimated{hatched}", fontsize=10)
-    harness.save(figure, name)

@@ -74,14 +74,9 @@ def of_one(part):
 def in_flight(schedule, pp, microbatches, chunks, rank, layers):
     """The most blocks x micro-batches that a rank keeps at a time. layers: of each stage."""
     options = {"chunks": chunks} if chunks and schedule == "interleaved" else {}
-    now = most = 0
-    # With more micro-batches no more are in flight
-    for action in zero_bubble.ALL_SCHEDULES[schedule](
-        rank, pp, min(microbatches, 2 * pp), **options
-    ):
-        now += {"F": 1, "I": 0, "W": -1, "B": -1}[action.kind] * layers[action.stage]
-        most = max(most, now)
-    return most
+    few = min(microbatches, 2 * pp)  # with more micro-batches no more are in flight
+    row = zero_bubble.ALL_SCHEDULES[schedule](rank, pp, few, **options)
+    return schedules.in_flight(row, layers.__getitem__)
 
 
 @functools.cache

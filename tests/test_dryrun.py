@@ -2,7 +2,6 @@
 technique."""
 
 import copy
-import importlib.util
 import itertools
 import re
 from unittest import mock
@@ -282,7 +281,7 @@ def test_plan(capsys):
     safe = [row for row in rows if float(row[6].rstrip("%")) <= 95]
     times = [float(row[1]) for row in safe]
     assert len(rows) >= 5 and times == sorted(times) and times[0] == float(rows[0][1])
-    assert rows[0][8] == "days" and out.count("% tokens/s") == 3
+    assert rows[0][8] == "days"
     assert "parameters in bfloat16, gradients summed in bfloat16, 64 x 4,096 " in out
     commands = re.findall(r"train\.py (.*)", out)
     assert len(commands) == len(rows) and "--steps 3814698" in commands[0]
@@ -293,16 +292,13 @@ def test_plan(capsys):
     assert f"{taken / 80e9:.1%}" == rows[0][6]
 
 
-def test_a_plan_for_several_sizes(capsys, tmp_path):
-    """One has a layout. Another one is too small: it is named, and its bar hatched."""
+def test_a_plan_for_several_sizes(capsys):
+    """One has a layout. Another one is too small, and says so."""
     flags = f"--plan --gpus 1,2 {SMALL_8B} --layers 4 --batch 8 --gpu x=25GB,989TFLOP/s,3.35TB/s"
-    picture = tmp_path / "scaling"
-    has_pyplot = importlib.util.find_spec("matplotlib")
-    dry_run(f"{flags} --plot {picture}" if has_pyplot else flags)
+    dry_run(flags)
     rows = re.findall(r"^ +(\d+)  (.*)", capsys.readouterr().out, re.M)
     assert [gpus for gpus, _ in rows] == ["1", "2"] and " micro-batches of " in rows[1][1]
     assert re.fullmatch("none of .* layouts on 1 devices fits 25 GB, the least is .*", rows[0][1])
-    assert not has_pyplot or picture.with_suffix(".png").stat().st_size
 
 
 def test_words_of_a_user():
