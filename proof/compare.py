@@ -20,14 +20,7 @@ import sys
 
 from harness import Refused, inputs, script
 from harness.flags import Parser, real
-from proof.differences import (
-    WORDS,
-    Recording,
-    differences,
-    explain,
-    limits_of,
-    sizes_of,
-)
+from proof.differences import WORDS, Recording, differences, explain, limits_of, sizes_of
 from proof.tolerance import FLOOR, TOLERANCE
 
 
