@@ -18,7 +18,6 @@ def add_flags(parser):
     g.add_argument("--plan", action="store_true", help=f"{why} to the best")
     why = "devices for --plan, or several numbers: 8,16,...,512 (default: the layout's)"
     g.add_argument("--gpus", type=counts, metavar="N", help=why)
-    harness.plot_flag(g, "with --plan: how a job scales over --gpus")
     names = ", ".join(DEVICES)
     why = "or NAME=80GB,989TFLOP/s,3.35TB/s: memory, dense bf16 rate, memory bandwidth"
     g.add_argument("--gpu", metavar="NAME", help=f"{names}; {why} (default: h100)")
@@ -39,6 +38,7 @@ def add_flags(parser):
     why = "how many days that many tokens take, such as 15e12 or 15T"
     g.add_argument("--tokens", type=tokens, metavar="X", help=why)
     flags.gone(g, "--ranks", "the first rank of each stage is played, of more than 4 stages three")
+    flags.gone(g, "--plot", "--log-to writes a run's losses, --plan prints how a job scales")
     flags.gone(g, "--timeline", "a dry run prints where time goes, --profile-to traces a real one")
 
 
@@ -66,8 +66,6 @@ def main(args, prepare, train):
     Nothing else of train.py is known here."""
     cluster, args = cluster_of(args), copy.copy(args)
     args.backend = args.backend or ("gloo" if args.device == "cpu" else "nccl")
-    if args.plot:
-        raise harness.Refused("--plot draws a run's loss, and here nothing runs: leave it out")
     if args.plan:
         args.gpus = args.gpus or [args.dp * args.cp * args.tp * args.pp]
         return planner.plan(args, cluster, prepare, train)

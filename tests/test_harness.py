@@ -141,7 +141,7 @@ diloco --nproc 2 --outer-momentum 1 -> less than 1
 diloco --nproc 2 --batch 5 -> does not divide
 train --profile 2 -> --profile-to
 train --tensorboard x -> --log-to has the numbers
-train --plot x -> --plot means nothing without --plan
+train --plot x -> --log-to writes
 train --islands 2 --outer-bits 4 -> for diloco.py alone
 train --only-sample -> needs weights
 train --only-sample --sample 0 --out x -> needs weights
