@@ -252,18 +252,11 @@ class Muon:
         """The norm of the whole gradient: a float64 scalar, the same on all ranks. pipeline_group:
         the ranks with the other stages of a pipeline."""
         self.finish()
-        total = torch.zeros((), dtype=torch.float64, device=self.buckets[0].weights.device)
-        own = [bucket.cut_groups for bucket in self.buckets if bucket.group is self.group]
-        cut_groups = next(filter(None, own), ())  # whole parameters are replicated over these
-        squares = {}  # {the groups whose ranks share out parameters: of this rank's parts}
-        for bucket in self.buckets:
-            groups = bucket.group, *(bucket.cut_groups or cut_groups)
-            square = squares.setdefault(groups, total.clone())
-            if is_counted_here(bucket, cut_groups, pipeline_group):
-                norm = torch.linalg.vector_norm(bucket.own_gradient, dtype=torch.float64)
-                square += norm.square()
-        for groups, square in squares.items():
-            total += sum_over(groups, square)
+        squares = {}  # {the groups over which they are summed: of this rank's parts}
+        for groups, part in counted_buckets(self, pipeline_group):
+            square = torch.linalg.vector_norm(part, dtype=torch.float64).square()
+            squares[groups] = squares.get(groups, 0) + square
+        total = sum(sum_over(groups, square) for groups, square in squares.items())
         return sum_over([pipeline_group], total).sqrt()
 
     def clip(self, norm, limit):
@@ -406,26 +399,34 @@ def place_of(p, group):
     return placed(p, "data", group), tuple(placed(p, "partial", ())), cut_groups
 
 
-def is_counted_here(bucket, cut_groups, pipeline_group):
-    """Whether the norm counts this rank's gradient. Of ranks that have the same the first does."""
-    if placed(bucket.parameters[0], "duplicate", False):
-        return False
-    replicated_over = [] if bucket.cut_groups else list(cut_groups)
-    if pipeline_group is not None:  # two stages may have one matrix
-        replicated_over += [g for g in bucket.partial if is_within(g, pipeline_group)]
-    return all(dist.get_rank(group) == 0 for group in replicated_over)
-
-
 # The rest is as in zero.py
+
+
 def placed(p, key, default):
-    """An entry of p.placement, written by another kind of parallelism (docs/use/two-techniques.md):
-    "data", the group of its replicas; "partial", groups over which its gradient is a partial sum;
-    "cuts", {dimension: (group, start, length)}; "shape", of the whole; "duplicate", whether another
-    rank of a cut's group has the same part, and counts it in the norm."""
+    """An entry of p.placement, in which techniques say what a rank has of a parameter."""
     return getattr(p, "placement", {}).get(key) or default
 
 
+def counted_buckets(muon, pipeline_group):
+    """Of each bucket: (the groups over which the norm adds up its parts, this rank's part of the
+    gradient). Of ranks with the same part the first counts it, the others get an empty one."""
+    # Where some parameters are cut, whole ones are replicated. (Experts have a group of their own)
+    cuts = [bucket.cut_groups for bucket in muon.buckets if bucket.group is muon.group]
+    cut_groups = next(filter(None, cuts), ())
+    for bucket in muon.buckets:
+        groups = bucket.group, *(bucket.cut_groups or cut_groups)
+        # Ranks that have added up their gradients have the same part
+        copies = [] if bucket.cut_groups else [*cut_groups]
+        for group in bucket.partial:
+            if any(is_within(group, outer) for outer in (*groups, pipeline_group)):
+                copies.append(group)
+        is_first = all(dist.get_rank(group) == 0 for group in copies)
+        yield groups, bucket.own_gradient if is_first else bucket.own_gradient[:0]
+
+
 def is_within(inner, outer):
+    if inner is None or outer is None:
+        return False
     return set(dist.get_process_group_ranks(inner)) <= set(dist.get_process_group_ranks(outer))
 
 

@@ -209,11 +209,12 @@ def data_parallel(run, model, groups):
     )
     if args.zero == 3:
         return fsdp.FSDP(model, dp, **options)
-    # Each of them reads no weights but its own: it can wait for them when its forward begins
-    units = [unit for part in scopes.values() for unit in fsdp.default_units(part)]
-    if args.islands > 1:
-        units = []  # they write averages to the weights between two steps
-    return zero.ZeRO(model, dp, args.zero, gather_before=units, **options)
+    sharded = zero.ZeRO(model, dp, args.zero, **options)
+    if args.islands == 1:  # islands write averages to the weights between two steps
+        # A unit reads no weights but its own: it can wait for them when its forward begins
+        units = [unit for part in scopes.values() for unit in fsdp.default_units(part)]
+        zero.wait_in_forward(sharded, units)
+    return sharded
 
 
 class DDPAndOptimizer:

@@ -123,7 +123,6 @@ class ZeRO:
         make_optimizer,  # of a list of parameters: one that works element by element
         microbatches=1,  # the backward passes of a step
         bucket_bytes=25 << 20,  # of the largest bucket; a larger parameter has one of its own
-        gather_before=(),  # modules that wait for their new weights in forward: _gather_before
         splits=None,  # HSDP: see find_places
         scopes=None,  # a pipeline's stages: see find_places
         **options,  # of ShardedBucket
@@ -135,7 +134,6 @@ class ZeRO:
         self.reductions = []  # (bucket, wait) of those on their way
         self.replica_sums = []  # the same over the replicas of HSDP: works
         self.last_call = None  # "zero_grad", "unfinished backward", "backward" or "finish"
-        self.cut_groups = find_cut_groups(model.parameters())
         # 1  The parameters are dealt out to buckets, and become views of them
         self.buckets, view_of, places = [], {}, self.find_places()
 
@@ -158,7 +156,6 @@ class ZeRO:
             for i, p in enumerate(bucket.parameters):
                 p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket, i))
         self.optimizer = make_optimizer(pieces)
-        self._gather_before(gather_before)
         check_zero_arguments(self)
 
     def find_places(self):
@@ -179,7 +176,8 @@ class ZeRO:
         """Start a step. After an exception on any rank all ranks call it with give_up=True."""
         # By itself if an exception ended its own backward: other ranks may wait in finish()
         give_up = give_up or self.last_call == "unfinished backward"
-        check_zero_call(self, "give up" if give_up else "zero_grad")
+        if not give_up:
+            check_zero_call(self, "zero_grad")
         check_zero_parameters(self)
         if give_up and self.last_call != "finish":
             self._reduce_all(given_up=True)
@@ -219,14 +217,13 @@ class ZeRO:
         zero_grad() it steps with the same gradients, as torch's optimizers do."""
         check_zero_call(self, "step")
         self.finish()
-        for bucket in self.trainable:  # with offload beside a GPU; else it is one tensor
-            bucket.staged_gradient.copy_(bucket.gradient_shard, non_blocking=True)
-        if any(bucket.staged_gradient is not bucket.gradient_shard for bucket in self.trainable):
-            torch.cuda.synchronize()  # all copies have arrived
         for bucket in self.trainable:
-            gradient = bucket.staged_gradient.to(bucket.master)  # a copy only to another dtype
+            # Copied only if the master has another dtype, or is on another device, by offload
+            gradient = bucket.gradient_shard.to(bucket.master, non_blocking=True)
             for piece, part in zip(bucket.pieces, gradient.split(bucket.piece_sizes)):
                 piece.grad = part.view(piece.shape)
+        if any(bucket.is_offloaded for bucket in self.trainable):
+            torch.cuda.synchronize()  # gradients have arrived, the last step's weights have left
         # Gathers of the step before may still read the shards, if no forward has waited for them
         wait_for_weights(self.buckets)
         self.optimizer.step()  # once for all buckets: some optimizers count their steps
@@ -236,7 +233,6 @@ class ZeRO:
     def update_weights(self, buckets=None):
         """The masters have new values, by a step or from a checkpoint: bring them to all ranks."""
         for bucket in reversed(buckets or self.buckets):  # forward needs the last bucket first
-            bucket.wait_for_weights()
             bucket.start_update()
         wait_for_weights(b for b in self.buckets if not b.waits_in_forward)
 
@@ -250,22 +246,25 @@ class ZeRO:
         return [b for b in queue if self.scope in (None, *b.place.scopes)]
 
     def _reduce_full(self, also=()):
+        """Start to reduce the next buckets of the queue, as long as they are full or in `also`."""
         if self.inputs_only:  # I of a split backward: W brings the weights' gradients later
             return
         while self.queue and (not self.queue[0].missing or self.queue[0] in also):
             bucket = self.queue.pop(0)
-            bucket.end_pass()
+            bucket.passes_left -= 1
+            bucket.missing = set(range(len(bucket.parameters)))
             if bucket.reduce_each or bucket.passes_left == 0:
                 self.reductions.append((bucket, bucket.start_reduction()))
             if self.stage >= 2:
                 self._wait(leave=1)  # at most two buckets are whole: one is on its way, one fills
 
     def _wait(self, leave=0):
+        """Wait for the reductions on their way, but for the last `leave` of them."""
         while len(self.reductions) > leave:
             bucket, wait = self.reductions.pop(0)
             wait()
             bucket.keep_shard()
-            if bucket.place.across is not None and bucket.passes_left == 0:
+            if bucket.place.across is not None and bucket.passes_left == 0:  # HSDP
                 options = {"group": bucket.place.across, "async_op": True}
                 self.replica_sums.append(dist.all_reduce(bucket.gradient_shard, **options))
 
@@ -285,7 +284,7 @@ class ZeRO:
             work.wait()
         self.replica_sums.clear()
         for bucket in self.trainable:
-            for group in bucket.place.partial:
+            for group in bucket.place.partial:  # rarely any: not overlapped
                 dist.all_reduce(bucket.gradient_shard, group=group)
 
     # --- beside a step: the norm, clipping, whole copies
@@ -294,22 +293,14 @@ class ZeRO:
         """The norm of the whole gradient: a float64 scalar, the same on all ranks. pipeline_group:
         the ranks with the other stages of a pipeline."""
         self.finish()
-        counted = {}  # {the groups whose ranks share out parameters: this rank's parts}
-        for bucket in self.trainable:
-            parts = bucket.gradient_shard.split(bucket.piece_sizes)
-            for p, part in zip(bucket.parameters, parts):
-                groups = groups_cutting(p) or self.cut_groups
-                if self.stage > 0:
-                    groups = [placed(p, "data", self.group), *groups]
-                held = counted.setdefault(tuple(groups), [])
-                if is_counted(p, self.cut_groups, pipeline_group, bucket.place.across):
-                    held.append(part)
+        parts = {}  # {groups: the parts of gradients whose squares are summed over them}
+        for groups, part in counted_parts(self, pipeline_group):
+            parts.setdefault(groups, []).append(part)
         total = self.buckets[0].weights.new_zeros((), dtype=torch.float64)
-        for groups, parts in counted.items():
-            parts = parts or [total.new_zeros(1)]  # this rank may have no part that counts
-            dtype = torch.promote_types(parts[0].dtype, torch.float32)
-            square = torch.stack(torch._foreach_norm(parts, dtype=dtype)).double().square().sum()
-            total += sum_over(groups, square)
+        for groups, of_groups in parts.items():
+            dtype = torch.promote_types(of_groups[0].dtype, torch.float32)
+            norms = torch.stack(torch._foreach_norm(of_groups, dtype=dtype))
+            total += sum_over(groups, norms.double().square().sum())
         return sum_over([pipeline_group], total).sqrt()
 
     def clip(self, norm, limit):
@@ -341,28 +332,10 @@ class ZeRO:
         """The optimizer's, for learning rates."""
         return self.optimizer.param_groups
 
-    # --- gathers that the next forward waits for, and a pipeline's passes
-
-    def _gather_before(self, modules):
-        """These, such as fsdp.default_units(model), wait for their new weights when their forward
-        begins, so that step() does not. Before that nobody else may read these weights, or write
-        the masters."""
-        waiting = {p for module in modules for p in module.parameters()}
-        for bucket in self.buckets:
-            # A weight outside of the modules is read without a wait: step() waits for its bucket
-            bucket.waits_in_forward = waiting.issuperset(bucket.parameters)
-        for module in modules:
-            parameters = set(module.parameters())
-            used = [b for b in self.buckets if not parameters.isdisjoint(b.parameters)]
-            module.register_forward_pre_hook(lambda *_, used=used: wait_for_weights(used))
-        for module in self.model.modules():
-            module.register_state_dict_pre_hook(lambda *_: wait_for_weights(self.buckets))
-
     @contextlib.contextmanager
     def around(self, action):
-        """For Pipeline(..., around=zero.around): an action of the pipeline's."""
-        self.scope = action.stage if action.stage in self.scopes else None
-        self.inputs_only = action.kind == "I"
+        """For Pipeline(..., around=zero.around), which says whose backward pass is running."""
+        self.scope, self.inputs_only = action.stage, action.kind == "I"
         try:
             yield
         finally:
@@ -380,7 +353,7 @@ class ShardedBucket:
     gradient_shard  (S/N,)  this rank's shard of their sum over all ranks"""
 
     keeps_weights = True  # fsdp.py frees them
-    waits_in_forward = False  # for new weights: see ZeRO._gather_before
+    waits_in_forward = False  # for new weights: see the function of this name
 
     def __init__(
         self,
@@ -394,7 +367,7 @@ class ShardedBucket:
         offload=False,  # masters and optimizer states are in the host's memory
         reduce_each=True,  # stage 2 in each backward pass; False: sends less, holds all gradients
     ):
-        self.place, self.group, self.stage = place, place.group, stage
+        self.place, self.group, self.stage = place, place.inside, stage
         self.trainable = parameters[0].requires_grad
         self.ranks, rank = 1, 0
         if stage > 0:
@@ -421,6 +394,10 @@ class ShardedBucket:
         self.master = self.shard
         if self.trainable and (offload or full.dtype != self.weights.dtype):
             self.master = full[self.own_slice].to("cpu" if offload else full.device, copy=True)
+        self.is_offloaded = self.master.device != self.shard.device  # False if there is no GPU
+        if self.is_offloaded:
+            self.master = self.master.pin_memory()  # so that the host need not wait for copies
+        self.gathering = None  # the all-gather of new weights that is on its way
         self.parameters, self.pieces = [], []
         for p, part, piece in zip(parameters, self.slices, self.master.split(self.piece_sizes)):
             # New, because p.data can't leave the meta device. `weights` and .data have two version
@@ -432,20 +409,14 @@ class ShardedBucket:
                 piece = piece.unsqueeze(0)  # 2-D, so that weight decay still sees a matrix
             self.pieces.append(nn.Parameter(piece, self.trainable))
         # 3  The gradients
-        self.gradients = self.gradient_shard = self.gathering = None
+        self.gradients = self.gradient_shard = None
         self.reduce_dtype = reduce_dtype or self.weights.dtype
         if self.trainable and stage < 2:
             self.allocate_gradients()
             self.gradient_shard = self.gradients[self.own_slice]
         elif self.trainable:
             self.gradient_shard = self.weights.new_zeros(length, dtype=self.reduce_dtype)
-        # 4  Staging buffers for offload: page-locked memory lets copies overlap the host's work.
-        # Without offload they are the tensors themselves, and copy_() does nothing
-        self.staged_shard, self.staged_gradient = self.shard, self.gradient_shard
-        if self.trainable and offload and self.shard.is_cuda:
-            self.staged_shard = self.shard.cpu().pin_memory()
-            self.staged_gradient = self.gradient_shard.cpu().pin_memory()
-        # 5  A step's backward passes, and the parameters without a gradient in the running one
+        # 4  A step's backward passes, and the parameters without a gradient in the running one
         self.reduce_each = reduce_each and stage >= 2  # else in the last pass only
         self.passes = self.passes_left = microbatches * len(place.scopes)
         self.missing = set(range(len(parameters)))
@@ -469,10 +440,6 @@ class ShardedBucket:
         self.view(i, self.gradients).add_(gradient)
         self.missing.discard(i)
 
-    def end_pass(self):
-        self.passes_left -= 1
-        self.missing = set(range(len(self.parameters)))
-
     def start_reduction(self):
         """Start to sum the gradients over the ranks: whole in stage 0, else a shard on each.
         Returns a function that waits for the sum."""
@@ -491,8 +458,8 @@ class ShardedBucket:
 
     def start_update(self):
         """The master has new values: start to bring them to all ranks."""
-        self.staged_shard.copy_(self.master)
-        self.shard.copy_(self.staged_shard, non_blocking=True)
+        # Does nothing if they are one tensor
+        self.shard.copy_(self.master.to(self.shard.device, non_blocking=True))
         if self.keeps_weights and self.ranks > 1:
             self.start_gather()
 
@@ -554,15 +521,35 @@ def group_parameters(parameters, bucket_bytes, kind_of):
     return sorted(lists, key=lambda members: order[members[-1]])
 
 
+# --- new weights that arrive during the next forward
+
+
+def wait_in_forward(zero, modules):
+    """Have each of these modules, such as fsdp.default_units(model), wait for its new weights when
+    its forward begins, so that step() does not. Before that nobody else may read these weights, or
+    write the masters. For stages 1 and 2."""
+    waiting = {p for module in modules for p in module.parameters()}
+    for bucket in zero.buckets:
+        # A weight outside of the modules is read without a wait: step() waits for its bucket
+        bucket.waits_in_forward = waiting.issuperset(bucket.parameters)
+    for module in modules:
+        parameters = set(module.parameters())
+        used = [b for b in zero.buckets if not parameters.isdisjoint(b.parameters)]
+        module.register_forward_pre_hook(lambda *_, used=used: wait_for_weights(used))
+    for module in zero.model.modules():
+        module.register_state_dict_pre_hook(lambda *_: wait_for_weights(zero.buckets))
+
+
 # --- together with another kind of parallelism (docs/use/two-techniques.md)
 
 
 class Place(NamedTuple):
     """Which ranks share a parameter, and which backward passes bring its gradients."""
 
-    group: dist.ProcessGroup  # the ranks that split this replica
-    across: dist.ProcessGroup | None  # those with the same shards of other replicas, if there are
-    partial: tuple  # groups over which its gradient is a partial sum
+    data: dist.ProcessGroup  # the ranks over which its gradient is summed
+    inside: dist.ProcessGroup  # those of them that split one replica: without HSDP all
+    across: dist.ProcessGroup | None  # HSDP: those with the same shard of other replicas
+    partial: tuple  # further groups over which its gradient is a partial sum
     scopes: tuple  # the pipeline stages that use it: each has a backward pass per micro-batch
     units: tuple = ()  # fsdp.py's, which gather it
 
@@ -580,15 +567,13 @@ def find_places(model, group, splits, scopes):
         data_group = placed(p, "data", group)
         inside, across = splits.get(data_group, (data_group, None))
         of_scopes = tuple(scope for scope, parameters in used.items() if p in parameters)
-        places[p] = Place(inside, across, tuple(placed(p, "partial", ())), of_scopes)
+        partial = tuple(placed(p, "partial", ()))
+        places[p] = Place(data_group, inside, across, partial, of_scopes)
     return places
 
 
 def placed(p, key, default):
-    """An entry of p.placement, written by another kind of parallelism (docs/use/two-techniques.md):
-    "data", the group of its replicas; "partial", groups over which its gradient is a partial sum;
-    "cuts", {dimension: (group, start, length)}; "shape", of the whole; "duplicate", whether another
-    rank of a cut's group has the same part, and counts it in the norm."""
+    """An entry of p.placement, in which techniques say what a rank has of a parameter."""
     return getattr(p, "placement", {}).get(key) or default
 
 
@@ -596,26 +581,31 @@ def groups_cutting(p):
     return [group for group, _, _ in placed(p, "cuts", {}).values()]
 
 
+def counted_parts(zero, pipeline_group):
+    """Of each parameter: (the groups over which the norm adds up its parts, this rank's part of the
+    gradient). Of ranks with the same part the first counts it, the others get an empty one."""
+    # Where some parameters are cut, whole ones are replicated. (Experts have their own data group)
+    whole = (p for p in zero.model.parameters() if not placed(p, "data", None))
+    cut_groups = next(filter(None, map(groups_cutting, whole)), [])
+    for bucket in zero.trainable:
+        place = bucket.place
+        for p, part in zip(bucket.parameters, bucket.gradient_shard.split(bucket.piece_sizes)):
+            groups = groups_cutting(p) or cut_groups
+            if zero.stage > 0:
+                groups = [place.data, *groups]
+            # Ranks that have added up their gradients have the same part
+            copies = [] if groups_cutting(p) else [*cut_groups]
+            for group in place.across, *place.partial:
+                if any(is_within(group, outer) for outer in [*groups, pipeline_group]):
+                    copies.append(group)
+            is_first = all(dist.get_rank(group) == 0 for group in copies)
+            yield tuple(groups), part if is_first else part[:0]
+
+
 def is_within(inner, outer):
-    return set(dist.get_process_group_ranks(inner)) <= set(dist.get_process_group_ranks(outer))
-
-
-def find_cut_groups(parameters):
-    """The groups over which whole parameters are replicated, because others are cut over them."""
-    cuts = (groups_cutting(p) for p in parameters if not placed(p, "data", None))
-    return next(filter(None, cuts), [])
-
-
-def is_counted(p, cut_groups, pipeline_group, across):
-    """Whether the norm counts this rank's part of p. Of ranks with the same part the first does."""
-    if placed(p, "duplicate", False):
+    if inner is None or outer is None:
         return False
-    replicated_over = [] if groups_cutting(p) else list(cut_groups)
-    if across is not None:
-        replicated_over.append(across)
-    if pipeline_group is not None:  # several stages may have one matrix
-        replicated_over += [g for g in placed(p, "partial", ()) if is_within(g, pipeline_group)]
-    return all(dist.get_rank(group) == 0 for group in replicated_over)
+    return set(dist.get_process_group_ranks(inner)) <= set(dist.get_process_group_ranks(outer))
 
 
 def sum_over(groups, tensor):
@@ -638,8 +628,6 @@ def check_zero_arguments(zero):
     if kind in NOT_ELEMENTWISE:
         advice = "take AdamW or SGD; for Muon muon.py"
         raise ValueError(f"{kind} needs whole matrices, ZeRO has pieces of them: {advice}")
-    if not all(bucket.place.scopes for bucket in zero.trainable):
-        raise ValueError("a trained parameter of the model is in none of the scopes")
     for group, across in zero.splits.values():
         if across is not None:  # ranks with different shards would be added
             places = [None] * dist.get_world_size(across)

@@ -32,14 +32,12 @@ DDP([p.detach() for p in model.parameters()], world)  # no parameter needs a gra
 """,
     "zero": """
 ZeRO(model, world, {3 | 4}, SGD)  # there is no stage ... 3 is fsdp.FSDP
-ZeRO(model, world, 2, SGD, scopes={0: model[1]})  # in none of the scopes
 ZeRO(model, world, 2, SGD, splits={world: (world, world)})  # one rank of each replica, at the same
 ZeRO(nn.Linear(4, 4, bias=False), world, 2, torch.optim.{Adafactor | LBFGS | Muon})
     # needs whole matrices
 torch.optim.lr_scheduler.StepLR(ZeRO(model, world, 2, SGD), 1)  # ZeRO is not an Optimizer
 """,
     "zero fsdp": """
-FSDP(model, world, SGD, scopes={0: model[1]})  # in none of the scopes
 FSDP(nn.Linear(4, 4, bias=False), world, torch.optim.{Adafactor | LBFGS | Muon})
     # needs whole matrices
 FSDP(model, world, SGD).model{ | [1]}.state_dict()  # weights that are not here

@@ -347,7 +347,7 @@ ZeRO sums twice: zero:ZeRO.finish
     self.last_call = "finish" -> + [bucket.gradient_shard.mul_(2) for bucket in self.trainable]
     gpt2 --dp 2 --zero 3 -> step 1, backward -> summed once too often, or not averaged, over dp (2)
 copies not summed: zero:find_places
-    Place(inside, across, -> Place(inside, None,
+    Place(data_group, inside, across, -> Place(data_group, inside, None,
     sgd --dp 4 --zero 2 --zero-ranks 2 -> step 1, backward -> never summed over inside or across
 no rank adds to a shard: zero:ShardedBucket.start_reduction
     if dist.get_world_size(self.group) == 1: -> if True:
@@ -367,8 +367,8 @@ first piece on every rank: tensor_parallel:span
 all shards equal: harness.placement:placement
     "placement", {}) -> "placement", {}) | first_cuts(parameter)
     sgd --tp 2 -> step 1, forward: the output of blocks.0 on all ->
-shared kv-heads counted twice: zero:is_counted
-    if placed(p, "duplicate", False): -> if False:
+shared kv-heads counted twice: zero:counted_parts
+    place.across, *place.partial -> (place.across,)
     grouped --tp 4 --zero 1 -> step 1, the norm ->
 bias on every rank: tensor_parallel:RowParallelLinear.forward
     self.weight)) -> self.weight, self.bias))\n    return y

@@ -70,8 +70,9 @@ def test_equals_pytorch(ranks):
     def ours(stage, late=False):
         model = initialize.build(CONFIGS["gpt2"], 7, dtype=torch.float64)
         make = functools.partial(make_optimizer, kind="adamw")
-        options = {"gather_before": fsdp.default_units(model)} if late else {}
-        sharded = shard(model, dist.group.WORLD, stage, make, bucket_bytes=20000, **options)
+        sharded = shard(model, dist.group.WORLD, stage, make, bucket_bytes=20000)
+        if late:
+            zero.wait_in_forward(sharded, fsdp.default_units(model))
         pending = []
 
         def forward(*given):
@@ -97,7 +98,8 @@ def test_equals_pytorch(ranks):
             torch.testing.assert_close(ours(2, late=True), expected, rtol=1e-12, atol=1e-12)
         # The other weights of its bucket are read without a wait
         two = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        one_waits = zero.ZeRO(two, dist.group.WORLD, 1, torch.optim.SGD, gather_before=two[:1])
+        one_waits = zero.ZeRO(two, dist.group.WORLD, 1, torch.optim.SGD)
+        zero.wait_in_forward(one_waits, two[:1])
         assert not any(bucket.waits_in_forward for bucket in one_waits.buckets)
 
     ranks(2, work)
