@@ -132,7 +132,7 @@ class ZeRO:
         self.scope, self.inputs_only = None, False  # of the running backward pass, see `around`
         self.queue = []  # buckets that wait for gradients of the running backward pass
         self.reductions = []  # (bucket, wait) of those on their way
-        self.replica_sums = []  # the same over the replicas of HSDP: works
+        self.replica_sums = []  # HSDP's sums of shards over replicas on their way
         self.last_call = None  # "zero_grad", "unfinished backward", "backward" or "finish"
         # 1  The parameters are dealt out to buckets, and become views of them
         self.buckets, view_of, places = [], {}, self.find_places()
@@ -238,8 +238,9 @@ class ZeRO:
 
     # --- the queue of a backward pass
     #
-    # All ranks must reduce buckets in the same order: swapped ones would add up the wrong buckets,
-    # silently. So a bucket that is full early waits for those before it.
+    # It has the buckets that the pass fills. All ranks must reduce them in the same order: swapped
+    # ones would add up the wrong buckets, silently. So a bucket that is full early waits for those
+    # before it.
 
     def _new_queue(self):
         queue = [bucket for bucket in self.trainable if bucket.passes_left > 0]
@@ -264,13 +265,14 @@ class ZeRO:
             bucket, wait = self.reductions.pop(0)
             wait()
             bucket.keep_shard()
-            if bucket.place.across is not None and bucket.passes_left == 0:  # HSDP
+            if bucket.place.across is not None and bucket.passes_left == 0:  # HSDP's second sum
                 options = {"group": bucket.place.across, "async_op": True}
                 self.replica_sums.append(dist.all_reduce(bucket.gradient_shard, **options))
 
     def _reduce_all(self, given_up=False):
-        """Reduce all that is left of a step. Nothing is left, unless this rank ran fewer backward
-        passes than others, or an exception ended one: it must still join their reductions."""
+        """Reduce what backward has not, and wait for all. That is nothing, unless this rank ran
+        fewer backward passes than others, or an exception ended one: it must still join their
+        reductions."""
         self._wait()  # an exception may leave a bucket that the next queue has again
         while any(bucket.passes_left for bucket in self.trainable):
             self.queue = self.queue or self._new_queue()  # an exception leaves a part of one
