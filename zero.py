@@ -29,6 +29,7 @@ Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054.
 
 import contextlib
 import functools
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -220,8 +221,8 @@ class ZeRO:
         for bucket in self.trainable:
             # Copied only if the master has another dtype, or is on another device, by offload
             gradient = bucket.gradient_shard.to(bucket.master, non_blocking=True)
-            for piece, part in zip(bucket.pieces, gradient.split(bucket.piece_sizes)):
-                piece.grad = part.view(piece.shape)
+            for i, piece in enumerate(bucket.pieces):
+                piece.grad = bucket.part_of(i, gradient).view(piece.shape)
         if any(bucket.is_offloaded for bucket in self.trainable):
             torch.cuda.synchronize()  # gradients have arrived, the last step's weights have left
         # Gathers of the step before may still read the shards, if no forward has waited for them
@@ -374,21 +375,15 @@ class ShardedBucket:
         self.ranks, rank = 1, 0
         if stage > 0:
             self.ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
-        # 1  Where the parameters are in the flat tensor, and how much of each is in this shard
-        sizes = [p.numel() for p in parameters]
-        length = max(-(-sum(sizes) // self.ranks), 1)  # rounded up; gloo refuses empty messages
+        # 1  Where the parameters are in the flat tensor, and where the shard is
+        ends = list(accumulate(p.numel() for p in parameters))
+        self.slices = [slice(end - p.numel(), end) for p, end in zip(parameters, ends)]
+        length = max(-(-ends[-1] // self.ranks), 1)  # rounded up; gloo refuses empty messages
         self.own_slice = slice(rank * length, (rank + 1) * length)
-        sizes.append(self.ranks * length - sum(sizes))  # padding; no p, so zip() leaves it out
-        self.slices, self.piece_sizes = [], []
-        end = 0
-        for size in sizes:
-            start, end = end, end + size
-            in_shard = min(end, self.own_slice.stop) - max(start, self.own_slice.start)
-            self.slices.append(slice(start, end))
-            self.piece_sizes.append(max(in_shard, 0))
         # 2  The weights, a bucket at a time: a large model is never whole on any rank
         values = [value(p).detach().flatten() for p in parameters]
-        full = torch.cat([*values, values[0].new_zeros(sizes[-1])])  # (S,)
+        padding = values[0].new_zeros(self.ranks * length - ends[-1])
+        full = torch.cat([*values, padding])  # (S,)
         self.weights = full.to(param_dtype or full.dtype)
         self.shard = self.weights[self.own_slice]
         if not self.keeps_weights:
@@ -401,12 +396,13 @@ class ShardedBucket:
             self.master = self.master.pin_memory()  # so that the host need not wait for copies
         self.gathering = None  # the all-gather of new weights that is on its way
         self.parameters, self.pieces = [], []
-        for p, part, piece in zip(parameters, self.slices, self.master.split(self.piece_sizes)):
+        for i, p in enumerate(parameters):
             # New, because p.data can't leave the meta device. `weights` and .data have two version
             # counters: autograd must not take a gather for a change of the weights that it saved
-            view = nn.Parameter(self.weights[part].data.view(p.shape), self.trainable)
+            view = nn.Parameter(self.weights[self.slices[i]].data.view(p.shape), self.trainable)
             view.__dict__.update(p.__dict__, stepped_on_in_pieces=True)  # diloco.py refuses it
             self.parameters.append(view)
+            piece = self.part_of(i, self.master)
             if p.dim() > 1:
                 piece = piece.unsqueeze(0)  # 2-D, so that weight decay still sees a matrix
             self.pieces.append(nn.Parameter(piece, self.trainable))
@@ -426,6 +422,12 @@ class ShardedBucket:
     def view(self, i, flat):
         """Parameter i's part of a tensor like `weights`."""
         return flat[self.slices[i]].view(self.parameters[i].shape)
+
+    def part_of(self, i, shard):
+        """What a tensor like `shard` has of parameter i: all, a part or nothing."""
+        start = self.slices[i].start - self.own_slice.start
+        stop = self.slices[i].stop - self.own_slice.start
+        return shard[max(start, 0) : max(stop, 0)]
 
     def allocate_gradients(self):
         if self.gradients is None:
@@ -591,7 +593,7 @@ def counted_parts(zero, pipeline_group):
     cut_groups = next(filter(None, map(groups_cutting, whole)), [])
     for bucket in zero.trainable:
         place = bucket.place
-        for p, part in zip(bucket.parameters, bucket.gradient_shard.split(bucket.piece_sizes)):
+        for i, p in enumerate(bucket.parameters):
             groups = groups_cutting(p) or cut_groups
             if zero.stage > 0:
                 groups = [place.data, *groups]
@@ -600,6 +602,7 @@ def counted_parts(zero, pipeline_group):
             for group in place.across, *place.partial:
                 if any(is_within(group, outer) for outer in [*groups, pipeline_group]):
                     copies.append(group)
+            part = bucket.part_of(i, bucket.gradient_shard)
             is_first = all(dist.get_rank(group) == 0 for group in copies)
             yield tuple(groups), part if is_first else part[:0]
 
