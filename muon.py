@@ -129,15 +129,21 @@ class Muon:
             muon.clip(muon.grad_norm(), 1.0)           # torch's would read unsummed gradients
             muon.step()
 
-    p.grad is the sum of all ranks' on p's owner only. To read it elsewhere call gather_full().
     Before: all ranks have equal weights, on one device, tied and frozen in their final form.
-    microbatches: the backward passes of a step. The embedding has weight decay too, vectors have
-    none. muon.muon and muon.adamw are the optimizers of what this rank owns: settings are in their
-    param_groups. Momentum and decay move a parameter without a gradient, too. scopes: of a
-    pipeline, {stage: module}. more: momentum and dtype of PlainMuon."""
+    p.grad is the sum of all ranks' on p's owner only: gather_full() brings it to the others.
+    muon.muon and muon.adamw are the optimizers of what this rank owns, with their settings in
+    param_groups. Momentum and decay move a parameter without a gradient, too."""
 
     def __init__(
-        self, model, group, matrices, lr=1e-3, weight_decay=0.1, microbatches=1, scopes=None, **more
+        self,
+        model,
+        group,
+        matrices,
+        lr=1e-3,
+        weight_decay=0.1,  # of all matrices, the embedding too; vectors have none
+        microbatches=1,  # the backward passes of a step
+        scopes=None,  # a pipeline's stages on this rank: {stage: module}
+        **options,  # momentum and dtype, of PlainMuon
     ):
         self.model, self.group = model, group
         matrices = set(matrices)
@@ -169,7 +175,7 @@ class Muon:
                 groups.append({"params": bucket.pieces, "weight_decay": decay})
             elif bucket.owner == bucket.rank:
                 owned += bucket.parameters
-        self.muon = ShardedMuon([{"params": owned}], lr, weight_decay, **more)
+        self.muon = ShardedMuon([{"params": owned}], lr, weight_decay, **options)
         self.adamw = torch.optim.AdamW(groups or [{"params": []}], lr, (0.9, 0.95), fused=True)
         self.optimizers = self.muon, self.adamw
 

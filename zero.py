@@ -110,11 +110,11 @@ class ZeRO:
             zero.step()                                # a scheduler goes on zero.optimizer
 
     Before: all ranks have equal weights, loaded, tied and frozen in their final form. Not checked:
-    equal weights. DDP broadcasts rank 0's weights and buffers; this doesn't. ZeRO puts new
-    parameters into the modules: make optimizers, hooks and references after it. Activation
-    checkpointing needs use_reentrant=False."""
+    equal weights. (torch's DDP broadcasts rank 0's weights and buffers.) ZeRO puts new parameters
+    into the modules: make optimizers, hooks and references after it. Activation checkpointing needs
+    use_reentrant=False."""
 
-    valid_stages = 0, 1, 2
+    valid_stages = 0, 1, 2  # fsdp.py's is 3
 
     def __init__(
         self,
@@ -414,7 +414,7 @@ class ShardedBucket:
             self.gradient_shard = self.gradients[self.own_slice]
         elif self.trainable:
             self.gradient_shard = self.weights.new_zeros(length, dtype=self.reduce_dtype)
-        # 4  A step's backward passes, and the parameters without a gradient in the running one
+        # 4  The backward passes of a step, and which parameters have no gradient in this one yet
         self.reduce_each = reduce_each and stage >= 2  # else in the last pass only
         self.passes = self.passes_left = microbatches * len(place.scopes)
         self.missing = set(range(len(parameters)))
