@@ -52,11 +52,13 @@ class PlainZeRO1:
             (cross_entropy(model(x), y, reduction="sum") / target_count).backward()
             zero.step()
 
-    With several micro-batches step() follows the last, and in stage 2 zero.reduce() each of the
-    others: no p.grad outlives its backward pass, but at its end all are there (ZeRO, below, sums
-    and frees them during it). All ranks start with equal weights, of one dtype, on one device, none
-    frozen. Not checked: clip_grad_norm_ (before step() it sees this rank's gradients, not their
-    sum); an optimizer that tells matrices from vectors by p.dim(): the shard is flat."""
+    With several micro-batches call step() after the last. For stage 2 call zero.reduce() after each
+    of the others: then no p.grad outlives its backward pass. (At the end of the pass all are there.
+    ZeRO, below, reduces and frees them while it runs.)
+
+    All ranks start with equal weights, of one dtype, on one device, none frozen. Not checked:
+    clip_grad_norm_ (before step() it sees this rank's gradients, not their sum); an optimizer that
+    tells matrices from vectors by p.dim(): the shard is flat."""
 
     def __init__(self, model, group, make_optimizer):
         self.group, self.parameters = group, list(model.parameters())
@@ -351,7 +353,7 @@ class ShardedBucket:
     weights         (S,)    in `param_dtype`; the model's parameters are views of it
     shard           (S/N,)  this rank's shard of the weights
     master          (S/N,)  for the optimizer: the shard, or its copy in another dtype or place
-    pieces                  the master, cut at the parameters' borders: one a parameter, maybe empty
+    pieces                  what the master has of each parameter, maybe nothing
     gradients       (S,)    of this rank, in `reduce_dtype`; in stage 2 None until one arrives
     gradient_shard  (S/N,)  this rank's shard of their sum over all ranks"""
 
