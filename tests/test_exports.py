@@ -4,7 +4,6 @@ import contextlib
 import importlib.util
 import itertools
 import json
-import os
 import pathlib
 import shutil
 
@@ -96,17 +95,16 @@ def test_an_export_that_is_killed_never_loads_half_old_and_half_new(folders, tmp
             p += 1
     outcomes = []
     for changes in itertools.count():
-        pretrained.write(tmp_path, old.config, old.named(), limit=60000)
+        pretrained.write(tmp_path, old.config, old.named())
         left = iter(range(changes))
         with monkeypatch.context() as patch, contextlib.suppress(Killed):
             for place, name in (
-                (os, "rename"),
                 (pathlib.Path, "unlink"),
                 (checkpoint, "write"),
                 (checkpoint, "write_tensors"),
             ):
                 patch.setattr(place, name, counted(getattr(place, name), left))
-            pretrained.write(tmp_path, new.config, new.named(), limit=20000)
+            pretrained.write(tmp_path, new.config, new.named())
         outcomes.append(what_loads(tmp_path, old, new))
         if next(left, None) is not None:  # it was not killed
             break

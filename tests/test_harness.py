@@ -142,7 +142,7 @@ diloco --nproc 2 --batch 5 -> does not divide
 train --profile 2 -> --profile-to
 train --tensorboard x -> --log-to has the numbers
 train --plot x -> --log-to writes
-train --islands 2 --outer-bits 4 -> for diloco.py alone
+train --islands 2 --outer-bits 4 -> --outer-bits 8 or 4 does not go with --islands: use 16
 train --only-sample -> needs weights
 train --only-sample --sample 0 --out x -> needs weights
 train --layers 8 --pp 4 --dp 2 --schedule interleaved --batch 12 -> --batch 16 does
@@ -174,7 +174,7 @@ train --islands 2 --between 1Gbit/s -> --between is gone: docs/use
 train --islands 2 --stream 60 -> --sync-every 60 or more
 train --islands 2 --only-sample --out x -> leave --islands out
 train --islands 2 --experts 2 --bias-rate 0.1 -> nobody averages
-train --islands 2 --record x -> leave it out
+train --islands 2 --record x -> --record does not go with --islands: leave one of them out
 train --dry-run --batch 100000000 --microbatches 100000000 -> micro-batches: a dry run takes at most
 train --dry-run --context 100000000 -> pieces of work, more than
 train --dry-run --batch 20000 --microbatches 20000 -> pieces of work, more than

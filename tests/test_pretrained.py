@@ -95,8 +95,7 @@ def test_reads_and_writes_what_transformers_does(folders, tmp_path, monkeypatch,
     for key, p in ours.named():
         torch.testing.assert_close(p.grad, source.draw(key, p.shape), **close, msg=key)
 
-    pretrained.write(tmp_path / "out", ours.config, ours.named(), limit=60000)
-    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+    pretrained.write(tmp_path / "out", ours.config, ours.named())
     torch.testing.assert_close(read(tmp_path / "out")(tokens).logits, logits, **close)
     again = dict(build(tmp_path / "out").named())
     assert all(torch.equal(p, again[n]) for n, p in ours.named())

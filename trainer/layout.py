@@ -84,7 +84,8 @@ def prepare(args):
         args.microbatches = default_microbatches(args)
     args.param_dtype = args.param_dtype or args.dtype
     args.reduce_dtype = args.reduce_dtype or args.param_dtype
-    check_muon(args)
+    if args.optimizer == "muon" and args.zero == 0:
+        args.zero = 1  # its owners split the states
     if args.prove is None:
         args.prove = 3 if harness.parameter_count(config) < 20e6 else 0
     check(args, config)
@@ -116,28 +117,39 @@ def check(args, config):
     zero_flags.check_types(args)
     zero_flags.check_ranks("--zero-ranks", args.zero_ranks, ranks, where, args.zero)
     check_experts(args, config)
-    check_compile(args, config)
-    check_documents(args)
+    check_pairs(args, config)
     check_needed(args)
+    if args.documents:
+        documents.separator(args.documents, args.tokenizer)  # is there one?
     for part in (saving, sampling, tracking, islands, recording):
         part.check(args)
     pretrained.check(args, config)
 
 
-def check_muon(args):
-    """Refuse what does not go with --optimizer muon. Its owners split the states: --zero 0 is 1."""
-    if args.optimizer != "muon":
-        return
+def check_pairs(args, config):
+    """Refuse flags that do not go together."""
+    lonely = "leave one of them out"
     one_dtype = args.dtype == args.param_dtype == args.reduce_dtype
-    for refused, flag, why in (
-        (args.zero > 1, f"--zero {args.zero}", "pieces are no matrices: use --zero 1"),
-        (args.zero_ranks, "--zero-ranks", "owners are among all copies: leave it out"),
-        (args.offload, "--offload", "a host iterates too slowly: leave it out"),
-        (not one_dtype, "mixed precision", "owners step on the weights: use --dtype alone"),
+    half = args.compile and args.recompute == "half"
+    muon, several = args.optimizer == "muon", args.islands > 1
+    for given, one, other, why in (
+        (args.compile and config.experts, "--compile", "--experts", "its code is for one shape"),
+        (half, "--compile", "--recompute half", "use --recompute selective or block"),
+        (args.documents and args.compile, "--documents", "--compile", "its code is for one shape"),
+        (args.documents and args.record, "--documents", "--record", lonely),
+        (args.documents and args.dry_run, "--documents", "--dry-run", "it reads no text"),
+        (args.documents and args.plan, "--documents", "--plan", "it reads no text"),
+        (muon and args.zero > 1, f"--zero {args.zero}", "--optimizer muon", "use --zero 1"),
+        (muon and args.zero_ranks, "--zero-ranks", "--optimizer muon", lonely),
+        (muon and args.offload, "--offload", "--optimizer muon", lonely),
+        (muon and not one_dtype, "mixed precision", "--optimizer muon", "use --dtype alone"),
+        (several and args.bias_rate, "--bias-rate", "--islands", "nobody averages these biases"),
+        (several and args.only_sample, "--only-sample", "--islands", "leave --islands out"),
+        (several and args.outer_bits in (8, 4), "--outer-bits 8 or 4", "--islands", "use 16"),
+        (several and args.record, "--record", "--islands", lonely),
     ):
-        if refused:
-            raise Refused(f"{flag} does not go with --optimizer muon, whose {why}")
-    args.zero = 1
+        if given:
+            raise Refused(f"{one} does not go with {other}: {why}")
 
 
 def check_experts(args, config):
@@ -162,29 +174,6 @@ def check_experts(args, config):
         raise Refused(f"experts take no padding: {what}")
 
 
-def check_compile(args, config):
-    """Refuse what does not go with --compile."""
-    what = "--compile does not go with"
-    if args.compile and config.experts:
-        raise Refused(f"{what} --experts, whose shapes change every step: leave one of them out")
-    if args.compile and args.recompute == "half":
-        why = "compiled code overwrites results that should be kept"
-        raise Refused(f"{what} --recompute half: {why}; use --recompute selective or block")
-
-
-def check_documents(args):
-    """Refuse what does not go with --documents."""
-    for given, what in (
-        (args.compile, "--compile, whose code would be made anew for other lengths"),
-        (args.record, "--record, which keeps no documents"),
-        (args.dry_run or args.plan, "--dry-run and --plan, which read no text"),
-    ):
-        if given and args.documents:
-            raise Refused(f"--documents does not go with {what}: leave one of them out")
-    if args.documents:
-        documents.separator(args.documents, args.tokenizer)  # is there one?
-
-
 def check_needed(args):
     """Refuse flags that mean nothing without another one."""
     several = "sync_every outer_lr outer_momentum stream stream_delay outer_bits"
@@ -196,7 +185,7 @@ def check_needed(args):
         ("keep_gathered", args.zero == 3, "--zero 3"),
         ("reduce_once", args.zero >= 2, "--zero 2 or 3"),
         ("export_dtype", args.export, "--export"),
-        ("gpus plot", args.plan, "--plan"),
+        ("gpus", args.plan, "--plan"),
         (several, args.islands > 1, "--islands 2 or more"),
         (simulation, args.dry_run or args.plan, "--dry-run"),
     ):

@@ -85,8 +85,8 @@ def check(args, config):
 
 
 def export(run, model, optimizer, island):
-    """Write the whole model from rank 0. No rank has more than one parameter, and one file, at a
-    time. island: see whole_weights."""
+    """Write the whole model from rank 0, in whose memory it must fit. island: see
+    whole_weights."""
     args = run.args
     if not args.export:
         return
@@ -287,7 +287,7 @@ def model_in(folder):
     return sorted([*folder.glob("config.json"), *folder.glob("*.safetensors*")])
 
 
-def write(folder, config, tensors, dtype=None, source=None, fields=(), files=(), limit=1 << 30):
+def write(folder, config, tensors, dtype=None, source=None, fields=(), files=()):
     """Write (our name, whole tensor) pairs as a folder that transformers loads.
 
     dtype   of the weights (default: as they are)
@@ -295,7 +295,6 @@ def write(folder, config, tensors, dtype=None, source=None, fields=(), files=(),
             --context leaves of learned positions comes from its weights
     fields  of config.json, in the place of others
     files   {name: content} of other files: the tokenizer's
-    limit   how many bytes a file has at most, or one tensor; one file at a time is in memory
 
     The folder never loads half old and half new. Without config.json neither transformers nor
     --init-from loads anything: so an old model's goes first, and the new one comes last, when all
@@ -309,51 +308,24 @@ def write(folder, config, tensors, dtype=None, source=None, fields=(), files=(),
         source = Folder(source, config)
     else:
         content = hf_config.write(config)
+    weights = {}
+    for name, tensor in tensors:
+        if source and name == "embed.position.weight":
+            every = source.tensor("transformer.wpe.weight")
+            tensor = torch.cat((tensor.cpu(), every[len(tensor) :].to(tensor.dtype)))
+        names, _, cut = theirs(name, config)
+        for there, part in zip(names, cut(tensor)):
+            weights[there] = part.to("cpu", dtype).contiguous()
+    written = str(next(iter(weights.values())).dtype).removeprefix("torch.")
+    content |= dict(fields) | {"dtype": written, "torch_dtype": written}
 
-    def their_tensors():
-        for name, tensor in tensors:
-            if source and name == "embed.position.weight":
-                every = source.tensor("transformer.wpe.weight")
-                tensor = torch.cat((tensor.cpu(), every[len(tensor) :].to(tensor.dtype)))
-            names, _, cut = theirs(name, config)
-            for there, part in zip(names, cut(tensor)):
-                yield there, part.to("cpu", dtype).contiguous()
-
-    folder, files = pathlib.Path(folder), dict(files)
+    folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for path in model_in(folder):
         path.unlink()
         checkpoint.sync(folder)
-    parts, where, total = [], {}, 0  # where: {tensor's name: number of its file}
-    for shard in shards(their_tensors(), limit):
-        parts.append(folder / f"{len(parts)}.safetensors.partial")
-        checkpoint.write_tensors(parts[-1], shard, {"format": "pt"})
-        where |= dict.fromkeys(shard, len(parts))
-        total += sum(tensor.nbytes for tensor in shard.values())
-        written = str(next(iter(shard.values())).dtype).removeprefix("torch.")
-    names = [f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors" for i in range(len(parts))]
-    if len(parts) == 1:
-        names = ["model.safetensors"]
-    else:
-        where = {tensor: names[number - 1] for tensor, number in where.items()}
-        index = {"metadata": {"total_size": total}, "weight_map": where}
-        files["model.safetensors.index.json"] = json.dumps(index, indent=1).encode()
-    for part, name in zip(parts, names):
-        os.rename(part, folder / name)
-    for name, file in files.items():
+    checkpoint.write_tensors(folder / "model.safetensors", weights, {"format": "pt"})
+    for name, file in dict(files).items():
         checkpoint.write(folder / name, file)
     checkpoint.sync(folder)
-    content |= dict(fields) | {"dtype": written, "torch_dtype": written}
     checkpoint.write(folder / "config.json", json.dumps(content, indent=1).encode())
-
-
-def shards(tensors, limit):
-    """Group (name, tensor) pairs into dicts of at most `limit` bytes, or of one tensor."""
-    shard, size = {}, 0
-    for name, tensor in tensors:
-        if shard and size + tensor.nbytes > limit:
-            yield shard
-            shard, size = {}, 0
-        shard[name] = tensor
-        size += tensor.nbytes
-    yield shard

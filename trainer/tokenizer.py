@@ -16,7 +16,7 @@ def choose(args):
     dry run reads no text, and needs none."""
     if args.tokenizer or args.dry_run or args.plan:
         return args.tokenizer or "bytes"
-    if args.init_from and has_tokenizer(args.init_from):
+    if args.init_from and (pathlib.Path(args.init_from) / "tokenizer.json").is_file():
         return args.init_from
     if ready_made.files_of(args.data):
         return "none"
@@ -26,10 +26,6 @@ def choose(args):
             "fetch that file too, or say --tokenizer FOLDER, gpt2 or bytes"
         )
     return "bytes"
-
-
-def has_tokenizer(folder):
-    return (pathlib.Path(folder) / "tokenizer.json").is_file()
 
 
 def exported(args, encoding):

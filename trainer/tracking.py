@@ -4,7 +4,6 @@ import contextlib
 import functools
 import importlib.util
 import json
-import os
 
 import torch
 
@@ -111,19 +110,6 @@ def profiled(run, steps):
 # --- the log
 
 
-def read_log(path, steps=10**18):
-    """The rows of the first steps of a --log-to file, as dicts. A line that a crash cut short is
-    passed over. Another file of JSON lines will do."""
-    if not os.path.exists(path):
-        return
-    with open(path) as file:
-        for line in file:
-            with contextlib.suppress(ValueError):
-                row = json.loads(line)
-                if row.get("step", steps + 1) <= steps:
-                    yield row
-
-
 @contextlib.contextmanager
 def open_log(run, first):
     """Gives a function that writes a dict to --log-to and --wandb, on rank 0 only. first: the first
@@ -134,13 +120,9 @@ def open_log(run, first):
         return
     with contextlib.ExitStack() as stack:
         if args.log_to:
-            # Of the steps that the checkpoint has; later ones are taken again
-            earlier = list(read_log(args.log_to, first)) if first else []
             # Without a buffer: a row that finds no room does not come back when the file is closed
-            file = stack.enter_context(open(args.log_to, "wb", buffering=0))
+            file = stack.enter_context(open(args.log_to, "ab" if first else "wb", buffering=0))
             places.append(functools.partial(write_line, file))
-            for row in earlier:
-                write_line(file, row)
         if args.wandb:
             import wandb
 
