@@ -47,14 +47,14 @@ class Loop:
             setattr(self, name, part.__get__(self) if callable(part) else part)
         facts, *lines = [json.loads(line) for line in open(f"{folder}/ours/record.jsonl")]
         self.config, self.rates = facts["config"], [x["scalars"].get("lr") for x in lines[:-1]]
-        self.start = load_file(f"{folder}/ours/step-1.safetensors")
+        self.dtype = getattr(torch, facts["dtype"])
 
     def build(self):
         """(the model, the recorder's names and outputs)"""
         import transformers
 
-        folder, dtype = f"{self.folder}/start", self.start["data.head.norm.weight"].dtype
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).train()
+        folder = f"{self.folder}/start"
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=self.dtype).train()
         return model, *pretrained.recorder_names(folder)
 
     def plant(self, model):
@@ -275,8 +275,9 @@ WITH_DDP = {
 
 class OurModel(Loop):
     def build(self):
-        draw = lambda name, *_: self.start[f"data.{name}"]  # noqa: E731
-        model = initialize.build(Config(**self.config), dtype=torch.float64, draw=draw)
+        config = Config(**self.config)
+        draw = pretrained.Folder(f"{self.folder}/start", config).draw
+        model = initialize.build(config, dtype=torch.float64, draw=draw)
         mesh = init_device_mesh("cpu", (2,))
         return self.distribute(model, mesh), None, {x: x for x in ("embed", "blocks.0", "blocks.1")}
 

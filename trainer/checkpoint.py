@@ -56,11 +56,6 @@ class Piece(NamedTuple):
     start: tuple
     size: tuple
 
-    @property
-    def place(self):
-        """Where it lies in the whole, as an index."""
-        return tuple(slice(a, a + n) for a, n in zip(self.start, self.size))
-
 
 # --- what a rank holds
 
@@ -176,7 +171,8 @@ def whole_weights(run, model, optimizer, island=None):
         whole = torch.zeros(shape, dtype=run.dtype, device=run.device)
         for piece in own:
             if piece.name == name:
-                whole[piece.place] = piece.tensor.to(whole)
+                place = tuple(slice(a, a + n) for a, n in zip(piece.start, piece.size))
+                whole[place] = piece.tensor.to(whole)
         dist.all_reduce(whole, group=island)
         yield name, whole
 

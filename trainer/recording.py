@@ -20,13 +20,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from harness import Refused, flags, outputs
 from harness.placement import placement
-from harness.presets import parameter_count, parameter_shapes
+from harness.presets import parameter_shapes
 from proof import diagnosis
 from proof.recorder import Recorder
-from trainer.checkpoint import whole_weights
 
 FILE = "record.jsonl"
-MOST_KEPT = 20_000_000  # parameters whose first values are written whole
 
 
 def add_flags(parser):
@@ -67,7 +65,7 @@ class Recording(Recorder):
     """A Recorder for a model that is cut: see the top of this file."""
 
     def __init__(self, runner, full_weights, first):
-        self.run, self.optimizer, self.named = runner.run, runner.optimizer, full_weights
+        self.run, self.named = runner.run, full_weights
         run, model, args = self.run, runner.model, self.run.args
         path = os.path.join(args.record, FILE)
         super().__init__(path, model, dtype=run.precision, **facts(run))
@@ -118,15 +116,11 @@ class Recording(Recorder):
             self.write_batch()
 
     def write_batch(self):
-        """Write the step's batch. With the first one all weights, if these are few, for
-        a loop that is to start from them."""
-        run, tensors = self.run, {}
-        if self.number == 1 and parameter_count(run.config) <= MOST_KEPT:
-            for name, whole in whole_weights(run, self.model, self.optimizer):
-                tensors[f"data.{name}"] = whole.cpu()
+        """Write the step's batch."""
+        run = self.run
         if run.rank == 0:
             [(tokens, targets, _)] = run.microbatches(run.step, pieces=1)
-            tensors |= {"tokens": tokens.contiguous(), "targets": targets.contiguous()}
+            tensors = {"tokens": tokens.contiguous(), "targets": targets.contiguous()}
             path = os.path.join(run.args.record, f"step-{self.number}.safetensors")
             safetensors.torch.save_file(tensors, path)
 

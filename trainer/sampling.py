@@ -40,9 +40,8 @@ def show(runner):
 def show_untrained(runner, first):
     """If the run begins with step 1, print in one line how the sample would begin before it."""
     args = runner.run.args
-    if (
-        first == 0 and args.sample and not args.compile
-    ):  # compiled for a sample's lengths, steps would be slower
+    # Blocks that are compiled for a sample's lengths would make the steps slower
+    if first == 0 and args.sample and not args.compile:
         text = outputs.short(repr(generate(runner, min(args.sample, 40))), 100)
         runner.run.print(f"before step 1 the model writes {text}")
 
