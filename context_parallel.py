@@ -68,13 +68,14 @@ def plain_ring_attention(q, k, v, group):
     return out
 
 
-def pass_on(sent, received, group):
-    """Start to send a tensor to the next rank, and to receive what the rank before sends. Returns
-    the messages, to wait for."""
+def pass_on(sent, received, group, hops=1):
+    """Start to send a tensor to the rank `hops` after this one, and to receive what the rank `hops`
+    before sends. Returns the messages, to wait for: none to itself, none that are empty."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
-    send = dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % n)
-    receive = dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % n)
-    return dist.batch_isend_irecv([send, receive])
+    send = dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + hops) % n)
+    receive = dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - hops) % n)
+    messages = [message for message in (send, receive) if message.tensor.numel() and hops % n]
+    return dist.batch_isend_irecv(messages) if messages else []
 
 
 # --- a tile: some of a rank's queries with some of a rank's keys
@@ -150,22 +151,24 @@ class DoubleBuffer:
         self.tensor, self.incoming, self.group = tensor, torch.empty_like(tensor), group
 
     def send(self):
-        if dist.get_world_size(self.group) == 1:  # nobody to send to
-            self.incoming, self.messages = self.tensor, []  # receive() swaps it with itself
-            return
         self.messages = pass_on(self.tensor, self.incoming, self.group)
 
     def receive(self):
         for message in self.messages:
             message.wait()
-        self.tensor, self.incoming = self.incoming, self.tensor
+        if self.messages:  # in a ring of one there are none
+            self.tensor, self.incoming = self.incoming, self.tensor
 
 
-def around_the_ring(kv, group):
+def make_buffer(tensor, group, used, home=False):
+    """used: None, or with documents which keys each rank uses, see DirectBuffer."""
+    return DoubleBuffer(tensor, group) if used is None else DirectBuffer(tensor, group, used, home)
+
+
+def around_the_ring(buffer):
     """Yield (rank, its keys and values) for all ranks, beginning with this one. The next keys and
     values travel while the caller computes. This overlap hides the messages."""
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    buffer = DoubleBuffer(kv, group)
+    rank, n = dist.get_rank(buffer.group), dist.get_world_size(buffer.group)
     for step in range(n - 1):
         buffer.send()
         yield (rank - step) % n, buffer.tensor
@@ -210,14 +213,14 @@ def tile_gradients(grad, q, kv, out, lse, tile):
 class RingAttention(torch.autograd.Function):
     """q (B, H, T', D), k and v (B, H_kv, T', D) of this rank's T' tokens -> attention to all ranks'
     keys (B, H, T', D). In backward keys and values travel again, and with them the sums of their
-    gradients."""
+    gradients. used: of documents, from used_keys."""
 
     @staticmethod
-    def forward(ctx, q, k, v, group, tiles):
-        kv_by_rank = around_the_ring(torch.stack((k, v)), group)
+    def forward(ctx, q, k, v, group, tiles, used=None):
+        kv_by_rank = around_the_ring(make_buffer(torch.stack((k, v)), group, used))
         out, lse = attend_to_all(q, kv_by_rank, tiles)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.group, ctx.tiles = group, tiles
+        ctx.group, ctx.tiles, ctx.used = group, tiles, used
         return out
 
     @staticmethod
@@ -225,9 +228,9 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx, grad):
         q, k, v, out, lse = ctx.saved_tensors
         rank, kv = dist.get_rank(ctx.group), torch.stack((k, v))
-        dq = torch.zeros_like(q, dtype=lse.dtype)
-        dkv = DoubleBuffer(torch.zeros_like(kv, dtype=lse.dtype), ctx.group)
-        for source, kv_source in around_the_ring(kv, ctx.group):
+        dq, dkv = (torch.zeros_like(t, dtype=lse.dtype) for t in (q, kv))
+        dkv = make_buffer(dkv, ctx.group, ctx.used, home=True)
+        for source, kv_source in around_the_ring(make_buffer(kv, ctx.group, ctx.used)):
             dkv_tiles = []
             for tile in ctx.tiles[source]:
                 dq_tile, *dkv_tile = tile_gradients(grad, q, kv_source, out, lse, tile)
@@ -241,7 +244,7 @@ class RingAttention(torch.autograd.Function):
                 dkv.tensor[:, tile.rows, :, tile.keys] += dkv_tile
             dkv.send()
         dkv.receive()  # after n hops a rank has the sums for its own keys
-        return dq.to(q.dtype), *dkv.tensor.to(k.dtype), None, None
+        return dq.to(q.dtype), *dkv.tensor.to(k.dtype), None, None, None
 
 
 # --- chunks: who holds which tokens, and so which tiles there are
@@ -331,6 +334,62 @@ def shard_sequence(x, held, fill=0):
     return x[:, held.clamp(max=x.shape[1] - 1)].masked_fill(padding, fill)
 
 
+# --- documents: keys go straight to the ranks that use them
+
+
+class DirectBuffer:
+    """In place of a DoubleBuffer. In step s a rank sends its own keys straight to the rank s after
+    it, but only those that the tiles there use. home: gradients of another rank's keys go straight
+    back to it, and those of its own add up. used: see used_keys."""
+
+    def __init__(self, tensor, group, used, home):
+        self.tensor = self.own = tensor
+        self.group, self.home = group, home
+        self.to_send, self.to_receive = reversed(used) if home else used
+        self.step = -1 if home else 0  # the first gradients are at home
+
+    def send(self):
+        rank, n = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.step += 1
+        hops = -self.step if self.home else self.step
+        source = self.tensor if self.home else self.own
+        self.arriving = self.to_receive[(rank - hops) % n]
+        self.incoming = torch.empty_like(source[self.arriving])
+        sent = source[self.to_send[(rank + hops) % n]]
+        self.messages = pass_on(sent, self.incoming, self.group, hops)
+
+    def receive(self):
+        for message in self.messages:
+            message.wait()
+        self.tensor = torch.zeros_like(self.own)  # for the next rank. No tile reads what stays 0
+        if not self.home:
+            self.tensor[self.arriving] = self.incoming
+            return
+        self.own[self.arriving] += self.incoming
+        if self.step == dist.get_world_size(self.group) - 1:  # all are at home
+            self.tensor = self.own
+
+
+@functools.lru_cache(maxsize=32)
+def used_keys(rank, n, length, zigzag, starts, device="cpu"):
+    """Indices into (2, B, H_kv, T', D), a list with one for each rank of the ring: this rank's keys
+    that the other's tiles use. A second list: the other's keys that this rank's tiles use. A rank's
+    tiles use a key if the rank has a later token of the key's document."""
+    size, chunks = deal_chunks(length, n, zigzag, starts=starts)
+    held = (torch.tensor(chunks).unsqueeze(2) * size + torch.arange(size)).flatten(1)  # (N, T')
+    padding = torch.arange(starts.shape[1], length).expand(len(starts), -1)
+    starts = torch.cat((starts, padding), dim=1)  # padding has no document of two tokens
+
+    def used(user, owner):
+        positions = held[user].expand(len(starts), -1)
+        last = torch.zeros_like(starts).scatter_reduce(1, starts[:, held[user]], positions, "amax")
+        later = last.gather(1, starts[:, held[owner]]) > held[owner]
+        rows, tokens = (later & (user != owner)).nonzero(as_tuple=True)
+        return slice(None), rows.to(device), slice(None), tokens.to(device)
+
+    return [used(other, rank) for other in range(n)], [used(rank, other) for other in range(n)]
+
+
 # --- in a model
 
 
@@ -376,8 +435,11 @@ class Ring(GroupModule):
     def forward(self, q, k, v, starts=None):
         check_qkv(q, k, v)
         check_chunks(q, self, starts)
-        tiles = ring_tiles(self.rank, self.n, self.n * q.shape[2], self.zigzag, starts)
-        return self.attention.apply(q, k, v, self.group, tiles)
+        where = self.rank, self.n, self.n * q.shape[2], self.zigzag, starts
+        if starts is None:
+            return self.attention.apply(q, k, v, self.group, ring_tiles(*where))
+        used = used_keys(*where, q.device)
+        return RingAttention.apply(q, k, v, self.group, ring_tiles(*where), used)
 
 
 # --- gather: all keys and values at once (Llama 3, arXiv:2407.21783, section 3.3.2)
@@ -407,27 +469,20 @@ class GatheredAttention(torch.autograd.Function):
                 dq_tile, dk, dv = tile_gradients(grad, q, kv, out, lse, tile)
                 dq[tile.rows, :, tile.queries] += dq_tile
                 dkv[source][:, tile.rows, :, tile.keys] += torch.stack((dk, dv))
-        return dq.to(q.dtype), *reduce_scatter_dkv(dkv, ctx.group).to(q.dtype), None, None
+        # Each rank sums what it gets for its own keys: as many bytes as a reduce-scatter, of which
+        # gloo's own sends twice as many
+        pieces = torch.empty_like(dkv)
+        dist.all_to_all_single(pieces, dkv, group=ctx.group)
+        return dq.to(q.dtype), *pieces.sum(0).to(q.dtype), None, None
 
 
-def reduce_scatter_dkv(x, group):
-    """The sum of all ranks' x (N, ...), of which rank i gets x[i]."""
-    if dist.get_backend(group) == "gloo":  # its own sends twice the bytes
-        pieces = torch.empty_like(x)
-        dist.all_to_all_single(pieces, x, group=group)
-        return pieces.sum(0)
-    piece = torch.empty_like(x[0])
-    reduce_scatter_tensor(piece, x.flatten(0, 1), group=group)
-    return piece
-
-
-# torch 2.13 renamed them; older versions know only the second name
+# torch 2.13 renamed it; older versions know only the second name
 all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Gather(Ring):
-    """In place of attention's core: attention to gathered keys and values. Used as Ring is."""
+    """In place of attention's core: attention to gathered keys and values. Used as Ring is. With
+    documents it is a Ring: those keys would not make an all-gather."""
 
     attention = GatheredAttention
 
@@ -557,8 +612,7 @@ def check_qkv(q, k, v):
 def check_chunks(q, ring, starts):
     each = chunks_of_rank(ring.zigzag, starts)
     if q.shape[2] % each and ring.n > 1:
-        number = {2: "two", 8: "with documents eight"}[each]
-        chunks = f"a zigzag holds {number} equal chunks, not {q.shape[2]} tokens"
+        chunks = f"a rank holds {each} equal chunks, not {q.shape[2]} tokens"
         raise ValueError(f"{chunks}: cut sequences by positions(), or give zigzag=False")
 
 
@@ -626,7 +680,7 @@ def main():
     args = parser.parse_args()
     harness.check_plot(args)
     if args.plot:
-        return receipts.context_parallel.plot(args, held_positions, ring_tiles)
+        return receipts.context_parallel.plot(args, held_positions)
     receipts.context_parallel.check(args)
     config = harness.configure(args)
     harness.check_batch(args, 1)
@@ -669,7 +723,7 @@ def demo(run):
         harness.clip(parameters, norm, args.grad_clip)
         optimizer.step()
         run.log(loss, norm)
-    return run.receipt(*receipts.context_parallel.of_demo(run, len(held), ring_tiles, starts))
+    return run.receipt(*receipts.context_parallel.of_demo(run, len(held), ring_tiles, used_keys))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from typing import Literal, get_args
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
 IGNORE = -1  # the target of a position that adds nothing to the loss (torch's default: -100)
 
@@ -267,11 +268,19 @@ class CrossEntropy(nn.Module):
 
 def attend_to_documents(kernel, q, k, v, starts):
     """Attention within each document. A run of the causal kernel for each takes no mask, and
-    computes no pair in vain."""
+    computes no pair in vain. FlashAttention (CUDA, 16 bits) takes all of them in one run."""
     # Padding after the last document is a document, too
     starts = F.pad(starts, (0, q.shape[2] - starts.shape[1]), value=starts.shape[1])  # (B, T)
-    begins = (starts == torch.arange(q.shape[2])).flatten().nonzero().flatten().tolist()
-    lengths = [end - begin for begin, end in pairwise([*begins, starts.numel()])]
+    edges = (starts == torch.arange(q.shape[2])).flatten().nonzero().flatten().tolist()
+    edges.append(starts.numel())
+    lengths = [end - begin for begin, end in pairwise(edges)]
+    if can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, True, q.shape != k.shape)):
+        rows = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))  # (B T, H, D)
+        edges = torch.tensor(edges, dtype=torch.int32).pin_memory().to(q.device, non_blocking=True)
+        options = 0.0, True, False  # no dropout, causal, no debug mask
+        kernel = torch.ops.aten._flash_attention_forward
+        y, *_ = kernel(*rows, edges, edges, max(lengths), max(lengths), *options)
+        return y.unflatten(0, starts.shape).transpose(1, 2)
     rows = (t.transpose(0, 1).flatten(1, 2) for t in (q, k, v))  # (H, B T, D)
     documents = zip(*(t.unsqueeze(0).split(lengths, dim=2) for t in rows))
     y = torch.cat([kernel(*document) for document in documents], dim=2)  # (1, H, B T, D)

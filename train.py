@@ -389,7 +389,8 @@ def train(run, schedule=None):
     sampling.show(runner)
     code = 0
     if first < args.steps:  # without a step there is no receipt
-        code = run.receipt(*averaging.expected(*receipts.train.of_run(runner)))
+        predicted = receipts.train.of_run(runner, context_parallel.used_keys)
+        code = run.receipt(*averaging.expected(*predicted))
     pretrained.export(run, model, optimizer, island)
     return code
 

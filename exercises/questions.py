@@ -106,7 +106,7 @@ QUESTIONS = [
         " 128), 16 bits, gradients summed in 32. What does a rank send for one block, forward and"
         " backward?",
         "GB",
-        lambda: all_sent(context_parallel.expected(BLOCK, Group("cp", 8), "ring", None, "")),
+        lambda: all_sent(context_parallel.expected(BLOCK, Group("cp", 8), "ring", None)),
     ),
     Question(
         "How many tokens a second is 40% of a GPU of 989e12 FLOP/s, for Llama 3 8B with a context"

@@ -12,7 +12,7 @@ from harness.flags import POSITIVE, gone
 from harness.plots import plot_flag, pyplot, save
 from harness.refusal import Refused
 from receipts import ddp
-from receipts.formulas import Group, add, held, scatter_operation, sizes_of, summed
+from receipts.formulas import Group, add, held, sizes_of, summed
 
 # --- flags and groups
 
@@ -26,8 +26,7 @@ def flags(group):
     instead = "train.py --cp 4 --sample N --prompt TEXT draws tokens after a prompt"
     gone(group, "--prefill", instead)
     documents.add_flag(group)
-    what = "run nothing, draw who computes what, and when, in a ring of --nproc ranks"
-    plot_flag(group, f"{what}; with --documents twelve of them")
+    plot_flag(group, "run nothing, draw who computes what in a ring of --nproc ranks")
 
 
 def check(args):
@@ -79,19 +78,20 @@ def subgroups(ring, ulysses):
 def make_groups(run):
     """Name the process groups in the receipt. Returns this rank's ring and that of its all-to-alls
     for kind ring-ulysses, else None and None."""
-    run.groups(cp=dist.group.WORLD)
-    if run.args.kind != "ring-ulysses":
-        return None, None
-    ring, ulysses = subgroups(*grid(run.args.kind, run.world, run.args.rings))
+    ring = ulysses = None
+    if run.args.kind == "ring-ulysses":
+        ring, ulysses = subgroups(*grid(run.args.kind, run.world, run.args.rings))
     run.groups(cp=dist.group.WORLD, ring=ring, ulysses=ulysses)
+    if run.args.documents:  # nccl connects all ranks in a first message: some may have none to send
+        dist.all_reduce(torch.zeros(1, device=run.device), group=ring)
     return ring, ulysses
 
 
 # --- the receipt
 
 
-def expected(sizes, group, kind, rings, scatter):
-    """(sent, held). scatter: the operation that a reduce-scatter is counted as."""
+def expected(sizes, group, kind, rings, used=None):
+    """(sent, held). used: of tokens_used, with documents."""
     config, e = sizes.config, sizes.e
     ring, ulysses = grid(kind, group.ranks, rings)
     names = ("ring", "ulysses") if kind == "ring-ulysses" else (group.name, group.name)
@@ -106,16 +106,20 @@ def expected(sizes, group, kind, rings, scatter):
         sent["all_to_all", names[1]] = (forwards + 1) * size, text
         kv_heads = kv_heads * copies // ulysses
         tokens *= ulysses
-    kv = 2 * tokens * kv_heads * head_size  # elements of keys and values
-    if kind in ("ring", "ring-ulysses") and ring > 1:
-        text = f"(4 r e + 2 a) B T C_kv a block: K and V twice, dK and dV; R = {ring}, r = (R-1)/R"
-        if ulysses > 1:
-            text = text.replace("C_kv", "C_kv / U")
+    width = 2 * kv_heads * head_size  # of keys and values
+    kv, c_kv = tokens * width, "C_kv / U" if ulysses > 1 else "C_kv"
+    if used:
+        given, taken = used
+        text = f"(4 G e + 2 A a) {c_kv} a block: K, V of G tokens that others use, dK, dV of A"
+        size = (forwards + 1) * given * e + taken * sizes.exact
+        sent["send", names[0]] = size * width, text
+    elif kind in ("ring", "ring-ulysses") and ring > 1:
+        text = f"(4 r e + 2 a) B T {c_kv} a block: K, V twice, dK, dV; R = {ring}, r = (R-1)/R"
         keys_and_values = (forwards + 1) * (ring - 1) * kv * e
         sent["send", names[0]] = keys_and_values + ring * kv * sizes.exact, text
-    if kind == "gather":
+    elif kind == "gather":
         sent["all_gather", names[0]] = forwards * (ring - 1) * kv * e, "2 r B T C_kv e a block"
-        sent[scatter, names[0]] = (ring - 1) * kv * sizes.exact, "2 r B T C_kv a a block"
+        sent["all_to_all", names[0]] = (ring - 1) * kv * sizes.exact, "2 r B T C_kv a a block"
     sent = {key: (sizes.blocks * size, text) for key, (size, text) in sent.items()}
     if config.experts and config.balance_loss:
         layers = forwards * sizes.blocks * sizes.sequences
@@ -124,23 +128,38 @@ def expected(sizes, group, kind, rings, scatter):
     return sent, held(sizes, activations="1/N of one process's")
 
 
-def of_demo(run, tokens, ring_tiles, starts):
+def of_demo(run, tokens, ring_tiles, used_keys):
     """(layout, sent, held, notes) of the demo's receipt. Gradients are summed as by ddp.py.
 
-    tokens: of a rank, with padding. ring_tiles: context_parallel.py's. starts: of documents in the
-    last micro-batch, or None."""
+    tokens: of a rank, with padding. ring_tiles and used_keys: context_parallel.py's."""
     args, n = run.args, run.world
     group, sizes = Group("cp", n), sizes_of(args, run.config, length=tokens)
-    sent, held = expected(sizes, group, args.kind, args.rings, scatter_operation(dist.group.WORLD))
-    sent = add(ddp.expected(sizes, group)[0], sent)
     ring, ulysses = grid(args.kind, n, args.rings)
+    where = ring, tokens * n, not args.contiguous
+    used, batches = None, run.microbatches(run.measured)
+    if args.documents and ring > 1:
+        used = tokens_used(used_keys, batches, args, run.rank // ulysses, *where)
+    sent, held = expected(sizes, group, args.kind, args.rings, used)
+    sent = add(ddp.expected(sizes, group)[0], sent)
     layout = {"cp": n, "kind": args.kind, "ring": ring, "ulysses": ulysses}
-    tiles = [
-        ring_tiles(rank, ring, tokens * n, not args.contiguous, starts) for rank in range(ring)
-    ]
+    starts = documents.starts_of(batches[-1][0], args)
+    tiles = [ring_tiles(rank, *where, starts) for rank in range(ring)]
     even = " ".join(f"{share:.0%}" for share in shares(tiles))
     notes = [f"work of attention, of an even share, by rank of the ring: {even}"]
+    if used:
+        share = used[0] / (args.batch * tokens * ulysses * (ring - 1))
+        notes.append(f"rank 0 sends {share:.0%} of the keys that it sends without documents")
     return layout, sent, held, notes
+
+
+def tokens_used(used_keys, batches, args, *where):
+    """Of how many of this rank's tokens others use the keys, and of how many of theirs this rank,
+    in micro-batches with --documents. used_keys: context_parallel.py's, with its arguments."""
+    totals = [0, 0]
+    for tokens, *_ in batches:
+        for i, of_ranks in enumerate(used_keys(*where, documents.starts_of(tokens, args))):
+            totals[i] += sum(len(rows) for _, rows, *_ in of_ranks)
+    return totals
 
 
 def work(tiles):
@@ -161,57 +180,33 @@ def shares(tiles):
 # --- the picture
 
 
-def plot(args, positions, ring_tiles):
-    """Draw the chunks of causal attention's scores, without and with the zigzag: a color a rank, in
-    each cell the step in which the keys are there. Of its own keys a chunk sees half.
-
-    positions: context_parallel.py's held_positions; ring_tiles: its own."""
-    plt, ring = pyplot(), args.nproc or 4
-    if args.documents:
-        return plot_documents(args.plot, ring, positions, ring_tiles)
-    n = 2 * ring
-    figure, axes = plt.subplots(1, 2, figsize=(11, 5), layout="constrained")
-    for panel, zigzag in zip(axes, (False, True)):
-        owner = {}
-        for rank in range(ring):
-            for chunk in positions(n, rank, ring, zigzag=zigzag).tolist():
-                owner[chunk] = rank
-        cells = [[owner[q] if k <= q else math.nan for k in range(n)] for q in range(n)]
-        panel.imshow(cells, cmap="tab10", vmin=0, vmax=10, alpha=0.6)
-        for q in range(n):
-            for k in range(q + 1):
-                step = (owner[q] - owner[k]) % ring
-                panel.text(k, q, step, ha="center", va="center", fontsize=8)
-        labels = [f"{chunk} (rank {owner[chunk]})" for chunk in range(n)]
-        panel.set_yticks(range(n), labels, fontsize=8)
-        panel.set(xlabel="chunk of keys", ylabel="chunk of queries")
-        tiles = [ring_tiles(rank, ring, 1024 * ring, zigzag) for rank in range(ring)]
-        even = ", ".join(f"{share:.2f}" for share in shares(tiles))
-        kind = "zigzag" if zigzag else "contiguous"
-        panel.set_title(f"{kind}: work of the ranks {even} of an even share", fontsize=10)
-    save(figure, args.plot)
-
-
 LENGTHS = (9, 3, 120, 1, 30, 6, 2, 14, 5, 40, 4, 22)  # tokens of the picture's documents
 
 
-def plot_documents(name, ring, positions, ring_tiles):
-    """Draw who computes which scores of documents, dealt as a zigzag and by the pairs."""
-    plt, borders = pyplot(), [0, *itertools.accumulate(LENGTHS)]
-    length = borders[-1]
-    starts = torch.tensor([list(itertools.chain(*map(itertools.repeat, borders, LENGTHS)))])
+def plot(args, positions):
+    """Draw the scores of causal attention, a color a rank: one run of tokens a rank and a zigzag.
+    With --documents a zigzag, and chunks dealt out by their pairs.
+
+    positions: context_parallel.py's held_positions."""
+    plt, ring, length = pyplot(), args.nproc or 4, sum(LENGTHS)
+    starts = torch.zeros(1, length, dtype=torch.int64)
+    cuts = {"contiguous": dict(zigzag=False), "zigzag": {}}
+    if args.documents:
+        starts = torch.tensor([0, *itertools.accumulate(LENGTHS[:-1])])
+        starts = starts.repeat_interleave(torch.tensor(LENGTHS)).unsqueeze(0)
+        cuts = {"zigzag": {}, "dealt out by pairs": dict(starts=starts)}
     figure, axes = plt.subplots(1, 2, figsize=(11, 5.4), layout="constrained")
-    for panel, dealt, kind in zip(axes, (None, starts), ("zigzag", "dealt out by pairs")):
+    for panel, (cut, options) in zip(axes, cuts.items()):
         pairs, owner = [0] * ring, [0] * length
         for rank in range(ring):
-            for position in positions(length, rank, ring, starts=dealt).tolist():
+            for position in positions(length, rank, ring, **options).tolist():
                 if position < length:
                     owner[position] = rank
                     pairs[rank] += position + 1 - starts[0, position].item()
         rows = range(length)
         cells = [[owner[q] if starts[0, q] <= k <= q else math.nan for k in rows] for q in rows]
         panel.imshow(cells, cmap="tab10", vmin=0, vmax=10, alpha=0.7, interpolation="none")
-        most = max(pairs) * ring / sum(pairs)
+        even = ", ".join(f"{of_rank * ring / sum(pairs):.2f}" for of_rank in pairs)
         panel.set(xlabel="key", ylabel="query")
-        panel.set_title(f"{kind}: the busiest rank has {most:.2f} of an even share", fontsize=10)
-    save(figure, name)
+        panel.set_title(f"{cut}: work of the ranks {even} of an even share", fontsize=9)
+    save(figure, args.plot)

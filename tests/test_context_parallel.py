@@ -262,6 +262,71 @@ def off_by_one(starts):
     return lambda own, others, size, _: find(own, others, size, borders)
 
 
+def test_documents_send_the_keys_that_tiles_use(ranks):
+    """No others, in any batch. Planted: one key too few, a gradient that is not added."""
+    rng = random.Random(5)
+    for ring in (1, 2, 3, 8):
+        for rows, total in ((1, 9), (3, 100), (2, 256)):
+            starts, length = starts_of(random_documents(rng, rows, total)), 8 * ring
+            length *= math.ceil(total / length)
+            held = [cp.used_keys(rank, ring, length, True, starts) for rank in range(ring)]
+            for rank, (given, taken) in enumerate(held):
+                tiles = cp.ring_tiles(rank, ring, length, starts=starts)
+                for other in range(ring):
+                    used = torch.zeros(rows, length // ring, dtype=torch.bool)
+                    for tile in tiles[other] if other != rank else ():
+                        used[tile.rows, tile.keys] = True
+                    where = taken[other]
+                    assert torch.equal(torch.stack(where[1::2], dim=1), used.nonzero())
+                    for ours, theirs in zip(taken[other][1::2], held[other][0][rank][1::2]):
+                        assert torch.equal(ours, theirs)
+
+    page = starts_of([long_context.LENGTHS])  # docs/learn/long-sequences.md has the figure
+    given = [cp.used_keys(rank, 4, 256, True, page)[0] for rank in range(4)]
+    sent = sum(len(rows) for of_rank in given for _, rows, *_ in of_rank)
+    assert sent / (3 * 256) == pytest.approx(0.52, abs=0.005)
+
+    size, starts = (3, 4, 2, 8), starts_of(LENGTHS)
+    used_keys, receive = cp.used_keys, cp.DirectBuffer.receive
+
+    def one_less(*where):
+        return [
+            [(whole, rows[1:], heads, tokens[1:]) for whole, rows, heads, tokens in of_rank]
+            for of_rank in used_keys(*where)
+        ]
+
+    def forget(buffer):
+        if not buffer.home:
+            return receive(buffer)
+        own = buffer.own.clone()
+        receive(buffer)
+        buffer.own.copy_(own)
+
+    def work(rank):
+        found = []
+        for place, name, bug in ((cp, "used_keys", one_less), (cp.DirectBuffer, "receive", forget)):
+            with mock.patch.object(place, name, bug):
+                found.append(attention(rank, "ring", 4, size, 64, 7, torch.float64, starts))
+        return found
+
+    expected = plain(size, 64, 7, documents=DOCUMENTS)
+    too_few, forgotten = (whole(parts, 64) for parts in zip(*ranks(4, work), strict=True))
+    assert all((a - b).abs().max() > 1e-3 for a, b in zip(too_few, expected))
+    off = [(a - b).abs().max().item() > 1e-3 for a, b in zip(forgotten, expected)]
+    assert off == [False, False, True, True]
+
+
+def random_documents(rng, rows, total):
+    """Lengths of documents that fill rows of `total` tokens."""
+    found = []
+    for _ in range(rows):
+        lengths = []
+        while sum(lengths) < total:
+            lengths.append(min(int(rng.lognormvariate(2, 1.5)) + 1, total - sum(lengths)))
+        found.append(lengths)
+    return found
+
+
 def test_documents_compute_their_own_pairs_only_and_evenly():
     """A zigzag's two chunks fail, where one document is long."""
     rng = random.Random(3)

@@ -272,6 +272,23 @@ def test_a_large_weight_is_drawn_in_pieces_alike_on_any_number_of_cores(monkeypa
     assert drawn[0].std().item() == pytest.approx(0.02, rel=0.1)
 
 
+FLASH = torch.ops.aten._flash_attention_forward
+
+
+def by_a_mask(q, k, v, edges, edges_k, longest, longest_k, *options):
+    """What aten's FlashAttention returns for sequences between the edges, by a mask."""
+    given = q, k, v, edges, edges_k, longest, longest_k, *options
+    on_meta = [t.to("meta") if torch.is_tensor(t) else t for t in given]
+    assert FLASH(*on_meta)[0].shape == q.shape
+    assert edges is edges_k and longest == longest_k == edges.diff().max()
+    assert edges.dtype == torch.int32 and options == (0.0, True, False)
+    number = torch.bucketize(torch.arange(len(q)), edges, right=True)
+    mask = (number.unsqueeze(1) == number).tril()
+    q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return attend(q, k, v, mask, enable_gqa=q.shape != k.shape).transpose(0, 1), None
+
+
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_documents_are_each_alone(family, monkeypatch):
     """Of one token, of a whole row. Planted: attention that sees a token of the document before,
@@ -304,6 +321,11 @@ def test_documents_are_each_alone(family, monkeypatch):
     sum(losses).backward()
     alone = [sum(losses).detach(), *gradients()]
     torch.testing.assert_close(packed(), alone, rtol=1e-10, atol=1e-12)
+    with monkeypatch.context() as patch:  # FlashAttention takes them all, where it runs
+        patch.setattr(gpt, "can_use_flash_attention", lambda given: True)
+        patch.setattr(torch.ops.aten, "_flash_attention_forward", by_a_mask)
+        patch.setattr(torch.Tensor, "pin_memory", lambda t: t)
+        torch.testing.assert_close(packed(), alone, rtol=1e-10, atol=1e-12)
     attend, embed = gpt.AttentionCore.forward, gpt.Embedding.forward
     earlier = (starts - 1).clamp(min=0)
     with monkeypatch.context() as patch:
