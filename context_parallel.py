@@ -678,9 +678,6 @@ def main():
     g.add_argument("--kind", choices=KINDS, default="ring", help=why)
     receipts.context_parallel.flags(g)
     args = parser.parse_args()
-    harness.check_plot(args)
-    if args.plot:
-        return receipts.context_parallel.plot(args, held_positions)
     receipts.context_parallel.check(args)
     config = harness.configure(args)
     harness.check_batch(args, 1)

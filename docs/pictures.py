@@ -1,4 +1,4 @@
-"""The pictures of docs/pictures: who holds what, the mesh, two rings, schedules, the choice,
+"""The pictures of docs/pictures: who holds what, the mesh, two rings, scores, schedules, choices,
 estimates.
 
     python -m docs.pictures                        all of them
@@ -12,6 +12,7 @@ same file.
 
 import functools
 import html
+import itertools
 import math
 import pathlib
 import re
@@ -398,6 +399,45 @@ def draw_box(svg, x, y, width, words, fill, frame):
     draw_lines(svg, x + width / 2, y + 40, lines, weight="bold" if frame == BLUE else "normal")
 
 
+# --- who computes which scores
+
+LENGTHS = (9, 3, 120, 1, 30, 6, 2, 14, 5, 40, 4, 22)  # tokens of documents
+
+
+def scores(title, *panels):
+    """Scores of causal attention on 4 ranks, a color a rank. panels: (words, lengths of documents,
+    options of held_positions)."""
+    svg = Picture(330, title)
+    for x, (words, lengths, options) in zip((30, 354), panels):
+        starts, work = [], [0] * 4
+        for length in lengths:
+            starts += length * [len(starts)]
+        for rank, color in enumerate((BLUE, ORANGE, GREEN, PURPLE)):
+            rows = []
+            for query in context_parallel.held_positions(len(starts), rank, 4, **options).tolist():
+                if query < len(starts):  # else it is padding
+                    rows.append((x + starts[query], 30 + query, query + 1 - starts[query], 1))
+                    work[rank] += query + 1 - starts[query]
+            svg.boxes(rows, color)
+        svg.text(x, 20, words, 16, "start", weight="bold")
+        shares = ", ".join(f"{4 * pairs / sum(work):.2f}" for pairs in work)
+        svg.text(x, 304, f"{shares} of an even share", 14, "start")
+    svg.text(30, 324, "Queries down, keys across; work of ranks 0, 1, 2 and 3.", 14, "start")
+    return svg
+
+
+def zigzag():
+    panels = ("one run a rank", (256,), dict(zigzag=False)), ("zigzag", (256,), {})
+    return scores("One run of tokens a rank, and the zigzag", *panels)
+
+
+def by_pairs():
+    starts = torch.tensor([0, *itertools.accumulate(LENGTHS[:-1])])
+    dealt = starts.repeat_interleave(torch.tensor(LENGTHS)).unsqueeze(0)
+    panels = ("zigzag", LENGTHS, {}), ("dealt out by pairs", LENGTHS, dict(starts=dealt))
+    return scores("Documents in a zigzag, and dealt out by their pairs", *panels)
+
+
 # --- schedules
 
 # Of a rank's first stage, and of its later ones: fill, and color of the number
@@ -522,6 +562,8 @@ for draw in (
     mesh,
     ring_all_reduce,
     ring_attention,
+    zigzag,
+    by_pairs,
     schedules,
     pairs,
     choose,

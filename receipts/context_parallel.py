@@ -1,5 +1,5 @@
-"""What context_parallel.py's demo shows beside its training: bytes with their formulas, each rank's
-share of the work, and the picture of the zigzag. The technique's functions come in as arguments."""
+"""What context_parallel.py's demo shows beside its training: bytes with their formulas, and each
+rank's share of the work. The technique's functions come in as arguments."""
 
 import itertools
 import math
@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from harness import documents
 from harness.flags import POSITIVE, gone
-from harness.plots import plot_flag, pyplot, save
 from harness.refusal import Refused
 from receipts import ddp
 from receipts.formulas import Group, add, held, sizes_of, summed
@@ -26,7 +25,7 @@ def flags(group):
     instead = "train.py --cp 4 --sample N --prompt TEXT draws tokens after a prompt"
     gone(group, "--prefill", instead)
     documents.add_flag(group)
-    plot_flag(group, "run nothing, draw who computes what in a ring of --nproc ranks")
+    gone(group, "--plot", "docs/learn/long-sequences.md has the picture")
 
 
 def check(args):
@@ -175,38 +174,3 @@ def shares(tiles):
     """Each rank's work, relative to an even share. tiles: of each rank."""
     pairs = [work(of_rank) for of_rank in tiles]
     return [p * len(pairs) / sum(pairs) for p in pairs]
-
-
-# --- the picture
-
-
-LENGTHS = (9, 3, 120, 1, 30, 6, 2, 14, 5, 40, 4, 22)  # tokens of the picture's documents
-
-
-def plot(args, positions):
-    """Draw the scores of causal attention, a color a rank: one run of tokens a rank and a zigzag.
-    With --documents a zigzag, and chunks dealt out by their pairs.
-
-    positions: context_parallel.py's held_positions."""
-    plt, ring, length = pyplot(), args.nproc or 4, sum(LENGTHS)
-    starts = torch.zeros(1, length, dtype=torch.int64)
-    cuts = {"contiguous": dict(zigzag=False), "zigzag": {}}
-    if args.documents:
-        starts = torch.tensor([0, *itertools.accumulate(LENGTHS[:-1])])
-        starts = starts.repeat_interleave(torch.tensor(LENGTHS)).unsqueeze(0)
-        cuts = {"zigzag": {}, "dealt out by pairs": dict(starts=starts)}
-    figure, axes = plt.subplots(1, 2, figsize=(11, 5.4), layout="constrained")
-    for panel, (cut, options) in zip(axes, cuts.items()):
-        pairs, owner = [0] * ring, [0] * length
-        for rank in range(ring):
-            for position in positions(length, rank, ring, **options).tolist():
-                if position < length:
-                    owner[position] = rank
-                    pairs[rank] += position + 1 - starts[0, position].item()
-        rows = range(length)
-        cells = [[owner[q] if starts[0, q] <= k <= q else math.nan for k in rows] for q in rows]
-        panel.imshow(cells, cmap="tab10", vmin=0, vmax=10, alpha=0.7, interpolation="none")
-        even = ", ".join(f"{of_rank * ring / sum(pairs):.2f}" for of_rank in pairs)
-        panel.set(xlabel="key", ylabel="query")
-        panel.set_title(f"{cut}: work of the ranks {even} of an even share", fontsize=9)
-    save(figure, args.plot)

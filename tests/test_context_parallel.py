@@ -417,9 +417,3 @@ def test_a_router_takes_no_padding(script):
     flags = "--nproc 2 --layers 1 --context 14 --experts 4 --balance-loss 0.1 --quiet"
     code, said = script("context_parallel", flags)
     assert code == 2 and "--context 14 has 16 positions on 2 ranks" in said
-
-
-def test_plot(script, tmp_path):
-    pytest.importorskip("matplotlib")
-    assert script("context_parallel", f"--plot {tmp_path / 'zigzag'} --nproc 3")[0] == 0
-    assert (tmp_path / "zigzag.png").stat().st_size > 1000

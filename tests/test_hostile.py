@@ -33,7 +33,7 @@ def end(*_, **__):
 @pytest.fixture
 def nothing_starts(monkeypatch, tmp_path):
     """Scripts go as far as their checks: no rank, no other process, no simulation, no picture."""
-    from receipts import context_parallel, pipeline
+    from receipts import pipeline
     from simulator import command, dryrun, layouts
 
     monkeypatch.chdir(tmp_path)
@@ -43,7 +43,6 @@ def nothing_starts(monkeypatch, tmp_path):
         (command, "play_all"),
         (dryrun, "play_brief"),
         (pipeline, "simulate"),
-        (context_parallel, "plot"),
     ):
         monkeypatch.setattr(module, name, end)
     monkeypatch.setattr(layouts, "candidates", lambda *_: [])
