@@ -156,7 +156,7 @@ class Muon:
         kinds = {}
         for p in reversed(trained):
             kind = p if p.dim() > 1 else (p.dtype, p.device, place_of(p, group))
-            kinds[kind] = [*kinds.pop(kind, []), p]
+            kinds[kind] = [*kinds.pop(kind, []), p]  # popped, so that it moves to the end
         self.buckets = [OwnedBucket(found, owners.get(found[0]), group) for found in kinds.values()]
 
         # 2  Hooks count the gradients. A tied matrix gets one from each stage that uses it
@@ -179,7 +179,7 @@ class Muon:
         self.adamw = torch.optim.AdamW(groups or [{"params": []}], lr, (0.9, 0.95), fused=True)
         self.optimizers = self.muon, self.adamw
 
-        self.addresses = addresses_of(model)  # a mistake would change them
+        self.addresses = addresses_of(model)  # for check_addresses
         self.works = []  # messages on their way
         self.finished = True  # whether the gradients are summed
         self.zero_grad()
@@ -371,7 +371,8 @@ class ShardedMuon(PlainMuon):
 
     def step_on(self, p, lr, **settings):
         if self.found_inf is not None:
-            average = self.state[p].get("average", 0.0)  # as gradient it stays as it is
+            # lr = 0 keeps the weights. A gradient that equals the average keeps the average
+            average = self.state[p].get("average", 0.0)
             p.grad.copy_(torch.where(self.found_inf > 0, average, p.grad))
             lr = lr * (1 - self.found_inf.double())
         super().step_on(p, lr, **settings)
@@ -391,16 +392,16 @@ class ShardedMuon(PlainMuon):
         return padded
 
     def cuts_within(self, p):
-        """[(dimension, cut)] of p's cuts that go through a matrix. Others leave whole ones on each
-        rank: heads, or experts of a stack. Dimension None: experts that are modules."""
+        """[(dimension, cut)] of the cuts that go through p's matrices. Cuts between matrices, as of
+        heads or of a stack of experts, leave whole ones; dimension None cuts no tensor."""
         first = 1 if hasattr(p, "matrix_rows") else p.dim() - 2
         cuts = placed(p, "cuts", {}).items()
         return [(dim, cut) for dim, cut in cuts if dim is not None and dim >= first]
 
 
 def place_of(p, group):
-    """Which ranks have p: the ranks that split its replica; groups over which its gradient is a
-    partial sum; groups that cut it."""
+    """(The ranks over which p's gradient is summed, further groups over which it is a partial sum,
+    groups that cut p.)"""
     cut_groups = tuple(group for group, _, _ in placed(p, "cuts", {}).values())
     return placed(p, "data", group), tuple(placed(p, "partial", ())), cut_groups
 
