@@ -4,8 +4,8 @@ In a mixture of experts each layer waits for an all-to-all four times: dispatch 
 and backward (expert_parallel.py). Here a rank runs the forward of one micro-batch and the backward
 of another at the same time. ~ is a message on its way. The other row computes meanwhile:
 
-    forward     attention ~~~~~~~~~ experts   ~~~~~~~~~ attention ~~~~~~~~~
-    backward              attention ~~~~~~~~~ experts   ~~~~~~~~~ attention ~~~~~~~~~
+    backward    ~~~~~~~~~ experts   ~~~~~~~~~ attention ~~~~~~~~~ experts   ~~~~~~~~~ attention
+    forward     attention ~~~~~~~~~ experts   ~~~~~~~~~ attention ~~~~~~~~~ experts   ~~~~~~~~~
 
 Split     As in pipeline.py and expert_parallel.py. A rank holds two stages, near the pipeline's
           start and near its end, so that it has a forward and a backward to pair all the time.
@@ -14,9 +14,9 @@ Order     The two run in two threads, but one at a time: before it waits for a m
           the program, the same on every rank, and both can send through the same groups. On a GPU
           both queue work on one stream, in that order.
 Sent      What the schedule sends without overlap, to the byte.
-Hidden    Of l layers a stage, at 4 l waits of each pair the other one goes on. Its ends may have
-          little to compute. The first forwards, the last backwards and the exchange of counts have
-          no partner: they wait as before.
+Hidden    All waits of a pair. The first forwards and the last backwards have no partner: of p ranks
+          and m micro-batches 1 - (5p - 1) / 4m of the waits are in pairs. The exchange of counts
+          is not hidden.
 Limits    Without experts there is nothing to hide: take zb-v. Only DualPipe's schedule has pairs.
           Both micro-batches' temporary tensors are in memory at once.
 
@@ -39,12 +39,17 @@ from zero_bubble import SplitSchedule
 
 
 class Pair:
-    """Two calls, each in a thread, one of which runs at a time."""
+    """Two calls, each in a thread. The first runs until it calls turn() or ends, then the second
+    does, and so on.
+
+    In a pipeline the backward is first. It begins by sending, and while these rows travel the
+    forward computes. If the forward were first, it would compute with nothing on its way, then
+    both would send, and both wait."""
 
     def __init__(self, *calls):
         self.calls, self.results, self.errors = calls, [None, None], []
         self.may_run = threading.Semaphore(1), threading.Semaphore(0)
-        self.first_thread, self.one_ended = threading.current_thread(), False
+        self.second_thread, self.one_ended = threading.current_thread(), False
 
     def run(self, i):
         """Call number i, in its thread, when it may run."""
@@ -62,8 +67,8 @@ class Pair:
         """Let the other call go on, up to its own turn(). Returns whether there is another one."""
         both_run = not self.one_ended
         if both_run:
-            # All other threads count as the second's: on GPUs autograd runs a backward in its own
-            i = 0 if threading.current_thread() is self.first_thread else 1
+            # All other threads count as the first's: on GPUs autograd runs a backward in its own
+            i = 1 if threading.current_thread() is self.second_thread else 0
             self.may_run[1 - i].release()
             self.may_run[i].acquire()
         self.stop_if_failed()
@@ -75,7 +80,7 @@ class Pair:
 
 
 class Turns:
-    """Runs two calls alternately, the second in a thread of its own. Messages travel meanwhile.
+    """Runs two calls alternately, the first in a thread of its own. Messages travel meanwhile.
 
         turns = Turns()
 
@@ -92,9 +97,9 @@ class Turns:
     Outside of overlap() turn() does nothing. The calls alternate at turn() only: ranks that make
     the same calls send the same messages in the same order.
 
-    The second call has the first's dispatch modes, device and stream, but not its no_grad, autocast
-    or torch.device. On a GPU the first runs no backward: autograd has one thread for a device,
-    which may be waiting in turn().
+    The first call has this thread's dispatch modes, device and stream, but not its no_grad,
+    autocast or torch.device. On a GPU the second must not run a backward: autograd has one thread
+    for a device, which may be waiting in the first's turn().
 
     waits: how often turn() was called. switches: how often the other call went on."""
 
@@ -110,21 +115,19 @@ class Turns:
 
     def overlap(self, first, second):
         """[first(), second()]. An error in one ends the other at its next turn(), and is raised."""
-        if self.pair is not None:
-            raise RuntimeError("this Turns runs two calls already: make one for each pipeline")
-        pair = self.pair = Pair(first, in_this_context(second))
-        thread = threading.Thread(target=pair.run, args=(1,), daemon=True)
+        pair = self.pair = Pair(in_this_context(first), second)
+        thread = threading.Thread(target=pair.run, args=(0,), daemon=True)
         try:
             thread.start()
-            pair.run(0)
+            pair.run(1)
             thread.join()
-        except BaseException as error:  # Ctrl-C: the second call must not go on
+        except BaseException as error:  # Ctrl-C: the first call must not go on
             pair.errors.append(error)
         finally:
             if not thread.is_alive():
                 self.pair = None
         if pair.errors:
-            error, pair.errors = pair.errors[0], ["ended"]  # what it holds is free with it
+            error, pair.errors = pair.errors[0], ["ended"]  # frees the tensors that it holds
             raise error
         return pair.results
 
@@ -146,18 +149,19 @@ def in_this_context(call):
     return called
 
 
-# --- pairs
+# --- pairs of a schedule
 
 
 class PairedSchedule(SplitSchedule):
     """A schedule in which a forward, and the next backward if it is of this rank's other stage, are
     a pair: they start when both have their messages, and send when both are done."""
 
-    def steps(self, rank):  # in Schedule each action is a step of its own
+    def steps(self, rank):
+        """Tuples of actions that start together: one, or a backward and a forward."""
         row, steps = list(self[rank]), []
         while row:
-            pair = row[:2]
-            is_pair = [a.kind for a in pair] == ["F", "B"] and pair[0].stage != pair[1].stage
+            pair = row[1::-1]  # the next two, the backward first
+            is_pair = [a.kind for a in pair] == ["B", "F"] and pair[0].stage != pair[1].stage
             steps.append(tuple(pair) if is_pair else (row[0],))
             row = row[len(steps[-1]) :]
         return steps
@@ -167,7 +171,7 @@ class PairedSchedule(SplitSchedule):
 
 
 class DualPipe(Pipeline):
-    """A Pipeline that overlaps the pairs of its schedule. For the stages and for forward see there.
+    """A Pipeline that overlaps the pairs of its schedule. pipeline.py explains its arguments.
 
         turns = Turns()
         # In each layer, as in expert_parallel.py:
@@ -191,7 +195,7 @@ class DualPipe(Pipeline):
             calls = []
             for action in step:
                 calls.append(functools.partial(runner.run, action, mailbox.receive(action)))
-            with self.around(step[-1]):
+            with self.around(step[0]):
                 results = self.turns.overlap(*calls) if len(calls) == 2 else [calls[0]()]
             for action, result in zip(step, results):
                 mailbox.send(action, result)

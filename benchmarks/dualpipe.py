@@ -1,50 +1,105 @@
 """How much of the experts' messages DualPipe hides on a slow link: python -m benchmarks.dualpipe
 
-Two hosts, as of benchmarks.slow_links (root; iproute2), with a rank each, which share the experts:
-dualpipe.py with its pairs in turns and overlapped, at each rate of the link. Seconds of a step:
+Two hosts, as of benchmarks.slow_links (root; iproute2), with a rank each. Both run the demo of
+dualpipe.py, in which they share the experts. Its steps alternate: one runs the pairs one after the
+other, the next overlaps them. Shown are seconds of pipeline.run(), medians over the steps:
 
-    C       computing: in turns, on a link that is not limited
-    W       waiting: what the limit adds in turns. At most min(W, C) can be hidden
-    hidden  of min(W, C): W less what the limit adds to an overlapped step
+    in turns    computing + waiting
+    computing   at best an overlapped step takes the longer of computing and waiting: the bound
+    waiting     for rows and their counts. Without a limit it is for the other rank, which has more
+                rows to compute
+    overlapped  at best as long as the bound
+    hidden      (in turns - overlapped) / (in turns - bound)
 """
 
+import itertools
+import os
 import statistics
+import sys
+import time
+import types
+from unittest import mock
 
+import torch
+import torch.distributed as dist
+
+import dualpipe
 import harness
-from benchmarks.slow_links import measure, two_hosts
+from benchmarks.slow_links import run_on, two_hosts
+from pipeline import Pipeline
 
-MODEL = "--layers 4 --width 256 --heads 4 --experts 4 --context 64 --batch 64 --microbatches 16"
-UNLIMITED = 100_000  # Mbit/s
+MODEL = "--ep 2 --layers 4 --width 256 --heads 4 --experts 4 --context 64 --batch 64"
+MODEL += " --microbatches 16 --prove 0 --quiet --device cpu --timeout 300"
+# Else glibc gives a thread's memory back and takes it again, which is not what is measured
+KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": "1000000000", "MALLOC_MMAP_THRESHOLD_": "1000000000"}
 
 
-def seconds(megabits, args):
-    """A step's time (in turns, overlapped): medians of runs that take turns."""
-    times = []
-    with two_hosts(megabits) as hosts:
-        for turn in range(args.turns):
-            for flags, port in (("--in-turns", 29700 + turn), ("", 29800 + turn)):
-                tokens, *_ = measure(hosts, "dualpipe.py", f"{MODEL} {flags}", args.steps, port)
-                times.append(64 * 64 / tokens)
-    return statistics.median(times[::2]), statistics.median(times[1::2])
+def measure(megabits, steps):
+    """Be a rank of dualpipe.py. The first prints a row of the table."""
+    runs, waits = [], []  # (seconds of a run, of its waits); seconds of each wait of a run
+    kinds = itertools.cycle([Pipeline.run, dualpipe.DualPipe.run])
+    start, demo = dist.all_to_all_single, dualpipe.demo
+
+    def timed_run(pipeline):
+        waits.clear()
+        begin = time.perf_counter()
+        losses = next(kinds)(pipeline)
+        runs.append((time.perf_counter() - begin, sum(waits)))
+        return losses
+
+    def timed_all_to_all(*tensors, async_op=False, **options):
+        work = start(*tensors, async_op=True, **options)
+
+        def wait():
+            begin = time.perf_counter()
+            work.wait()
+            waits.append(time.perf_counter() - begin)
+
+        return types.SimpleNamespace(wait=wait) if async_op else wait()
+
+    def shown(run):
+        code, medians = demo(run), []
+        for of_rank in run.gather(runs[2:]):  # the first of each kind is a warm-up
+            columns = *zip(*of_rank[::2]), *zip(*of_rank[1::2])
+            medians.append([statistics.median(column) for column in columns])
+        in_turns, waiting, overlapped, _ = torch.tensor(medians).mean(0).tolist()
+        bound = max(in_turns - waiting, waiting)
+        cells = in_turns, in_turns - waiting, waiting, bound, overlapped
+        cells = " | ".join(f"{seconds:.2f}" for seconds in cells)
+        hidden = (in_turns - overlapped) / (in_turns - bound)
+        if run.rank == 0:
+            print(
+                f"| {f'{megabits:g}' if megabits else 'no limit'} | {cells} | {hidden:.0%} |",
+                flush=True,
+            )
+        return code
+
+    # The hosts share this machine's cores
+    os.environ |= {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": os.environ["RANK"]}
+    sys.argv = ["dualpipe.py", *MODEL.split(), "--steps", str(2 * steps + 2)]
+    with (
+        mock.patch.object(dualpipe.DualPipe, "run", timed_run),
+        mock.patch.object(dist, "all_to_all_single", timed_all_to_all),
+        mock.patch.object(dualpipe, "demo", shown),
+    ):
+        dualpipe.main()
 
 
 def main():
     parser = harness.Parser(__doc__)
-    rates = dict(nargs="+", default=[125, 60, 45, 30], help="Mbit/s of the link, several")
-    parser.add_argument("--rates", type=harness.real(0.1), **rates)
-    parser.add_argument("--steps", **harness.POSITIVE, default=8, help="of a run")
-    parser.add_argument("--turns", **harness.POSITIVE, default=3, help="runs of each kind")
+    rates = dict(nargs="+", default=[0, 250, 125, 90, 60], help="Mbit/s, several; 0: no limit")
+    parser.add_argument("--rates", type=harness.real(0), **rates)
+    parser.add_argument("--steps", **harness.POSITIVE, default=5, help="of each kind")
     args = parser.parse_args()
-    print("| Mbit/s | in turns, s | overlapped | C | W | W / C | hidden |")
-    print("|---|---|---|---|---|---|---|")
-    computing, unlimited = seconds(UNLIMITED, args)
-    print(f"| no limit | {computing:.2f} | {unlimited:.2f} | {computing:.2f} | | | |", flush=True)
-    for megabits in args.rates:
-        in_turns, overlapped = seconds(megabits, args)
-        waiting = in_turns - computing
-        hidden = (waiting - (overlapped - unlimited)) / min(waiting, computing)
-        cells = " | ".join(f"{s:.2f}" for s in (in_turns, overlapped, computing, waiting))
-        print(f"| {megabits:g} | {cells} | {waiting / computing:.2f} | {hidden:.0%} |", flush=True)
+    if "RANK" in os.environ:
+        return measure(*args.rates, args.steps)
+    os.environ |= KEEP_MEMORY
+    print("| Mbit/s | in turns, s | computing | waiting | bound | overlapped | hidden |")
+    print("|---|---|---|---|---|---|---|", flush=True)
+    for number, rate in enumerate(args.rates):
+        with two_hosts(rate) as hosts:
+            words = f"-m benchmarks.dualpipe --rates {rate:g} --steps {args.steps}"
+            run_on(hosts, words, 29700 + number)
 
 
 if __name__ == "__main__":

@@ -98,28 +98,33 @@ def transmitted(name):
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
+def run_on(hosts, words, port):
+    """Run Python with these words, as one rank on each host."""
+    processes = []
+    for rank, host in enumerate(hosts):
+        environment = os.environ | {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": "10.99.0.1",
+            "MASTER_PORT": str(port),
+            "GLOO_SOCKET_IFNAME": f"wire{rank}",
+            "OMP_NUM_THREADS": "1",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",  # the hosts have no names
+        }
+        command = ["ip", "netns", "exec", host, sys.executable, *words.split()]
+        processes.append(subprocess.Popen(command, cwd=ROOT, env=environment))
+    if any([process.wait() for process in processes]):
+        raise harness.Refused(f"{words} did not end well: see above", code=1)
+
+
 def measure(hosts, script, flags, steps, port):
     """(tokens/s of both hosts together, bytes that the first sent, the receipt's formula for them)
     of a run with one rank on each host."""
-    before, processes = transmitted(hosts[0]), []
+    before = transmitted(hosts[0])
     with tempfile.TemporaryDirectory() as folder:
         receipt = os.path.join(folder, "receipt.json")
-        words = f"{script} {MODEL} {flags} --steps {steps} --json {receipt}".split()
-        for rank, host in enumerate(hosts):
-            environment = os.environ | {
-                "RANK": str(rank),
-                "WORLD_SIZE": "2",
-                "LOCAL_WORLD_SIZE": "1",
-                "MASTER_ADDR": "10.99.0.1",
-                "MASTER_PORT": str(port),
-                "GLOO_SOCKET_IFNAME": f"wire{rank}",
-                "OMP_NUM_THREADS": "1",
-                "TORCH_CPP_LOG_LEVEL": "ERROR",  # the hosts have no names
-            }
-            command = ["ip", "netns", "exec", host, sys.executable, *words]
-            processes.append(subprocess.Popen(command, cwd=ROOT, env=environment))
-        if any([process.wait() for process in processes]):
-            raise harness.Refused(f"{script} {flags} did not end well: see above", code=1)
+        run_on(hosts, f"{script} {MODEL} {flags} --steps {steps} --json {receipt}", port)
         with open(receipt) as file:
             result = json.load(file)
     rates = [row["tokens_per_s"] for row in result["steps"]][1:]  # the first step is a warm-up

@@ -249,7 +249,10 @@ def play(args, rank, cluster, train, brief=None, routing=even):
         args.batch, args.microbatches = 2 * args.batch // args.microbatches, 2
     if args.schedule == "dualpipev" and args.zero < 3:
         # Pairs are played one action after the other, but their receives are posted together
-        schedule.receives_before = PairedSchedule(schedule.rows).receives_before
+        pairs = PairedSchedule(schedule.rows)
+        rows = [itertools.chain(*pairs.steps(rank)) for rank in range(args.pp)]
+        schedule = type(schedule)(rows)
+        schedule.receives_before = pairs.receives_before
     world = args.dp * args.cp * args.tp * args.pp
     with contextlib.ExitStack() as modes:
         for place, name, stand_in in stand_ins(args, routing, brief):
