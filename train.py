@@ -262,18 +262,18 @@ class ForwardBackward:
         of the loss."""
         self.optimizer.zero_grad()
         with self.expert_rows:  # counts for the receipt
-            losses = self.pipeline_for(self.schedule, batches, self.run.target_count).run()
+            losses = self.run_pipeline(self.schedule, batches, self.run.target_count)
         self.optimizer.finish()  # waits until gradients are summed over the replicas
         return sum(losses, self.run.zero())  # only the last stage has losses
 
     def forward_only(self, batches, target_count):
         schedule = pipeline.forward_only(self.schedule, len(batches))
-        return self.pipeline_for(schedule, batches, target_count).run()
+        return self.run_pipeline(schedule, batches, target_count)
 
-    def pipeline_for(self, schedule, batches, target_count):
-        """A Pipeline for these batches. Its run() returns for each of them, on the last stage's
-        rank, a loss, or logits (b, T, V) without targets. Other ranks get []. target_count: what
-        divides the sum of the losses."""
+    def run_pipeline(self, schedule, batches, target_count):
+        """Run the batches through all stages. Returns for each, on the last stage's rank, a loss,
+        or logits (b, T, V) without targets; [] elsewhere. target_count: what divides the sum of the
+        losses."""
         run, args = self.run, self.run.args
         rows, length = batches[0][0].shape
         starts = [documents.starts_of(tokens, args) for tokens, _, _ in batches]
@@ -298,7 +298,7 @@ class ForwardBackward:
         make = pipeline.Pipeline
         if isinstance(schedule, dualpipe.PairedSchedule):
             make = functools.partial(dualpipe.DualPipe, turns=self.turns)
-        return make(schedule, forward, shape, dtype, run.device, links, around=self.around)
+        return make(schedule, forward, shape, dtype, run.device, links, around=self.around).run()
 
     def positions_of(self, length, starts=None):
         """The positions (T/cp,) that this rank holds of a sequence, padding at the end. starts: of

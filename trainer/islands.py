@@ -47,21 +47,16 @@ def add_flags(parser):
 
 def settle(args):
     """Fill in what follows from --islands, in place: from here on --batch is that of one island.
-    Refuses a batch that they can't share."""
+    Refuses a batch that they can't share, and flags that contradict each other."""
     if args.islands == 1:
         return args
     player.settle(args, EVERY)
+    player.check_flags(args)
     if args.batch % args.islands:
         use = f"use {max(1, round(args.batch / args.islands)) * args.islands}"
         raise Refused(f"--batch {args.batch} does not divide by {args.islands} islands: {use}")
     args.batch //= args.islands
     return args
-
-
-def check(args):
-    """Refuse flags that contradict each other."""
-    if args.islands > 1:
-        player.check_flags(args)
 
 
 def parts_of(args, config):
@@ -197,13 +192,10 @@ class Averaging(diloco.DiLoCo):
         about = args, self, args.islands, self.ledger, steps
         outer_sent, outer_held = player.outer_rows(*about, finished=True)
         notes = [*notes, f"in islands: the mean of {len(steps)} steps; calls: of all"]
-        if copies(args) > 1:
-            notes.append(f"{copies(args)} ranks of an island send the same: --zero 1 sends it once")
+        copies = args.dp * args.cp  # ranks of an island that step on the same numbers
+        if args.zero:
+            copies //= args.zero_ranks or copies
+        if copies > 1:
+            notes.append(f"{copies} ranks of an island send the same: --zero 1 sends it once")
         layout = {"islands": args.islands, "every": args.sync_every} | layout
         return layout, sent | outer_sent, held | outer_held, notes
-
-
-def copies(args):
-    """How many ranks of an island step on the same numbers: each sends them."""
-    ranks = args.dp * args.cp
-    return ranks // (args.zero_ranks or ranks) if args.zero else ranks

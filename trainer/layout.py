@@ -16,7 +16,7 @@ from harness import Refused, documents, zero_flags
 from receipts import context_parallel as long_context
 from receipts import expert_parallel as experts
 from receipts import pipeline as schedules
-from trainer import islands, pretrained, recording, sampling, saving, tokenizer, tracking
+from trainer import pretrained, recording, sampling, saving, tokenizer, tracking
 
 # Flags that take a number: 1 by default, or what follows from others
 ONES = {
@@ -121,7 +121,7 @@ def check(args, config):
     check_needed(args)
     if args.documents:
         documents.separator(args.documents, args.tokenizer)  # is there one?
-    for part in (saving, sampling, tracking, islands, recording):
+    for part in (saving, sampling, tracking, recording):
         part.check(args)
     pretrained.check(args, config)
 

@@ -21,7 +21,6 @@ folder with a tensor that no parameter is made from is refused: it would be anot
 """
 
 import json
-import os
 import pathlib
 import re
 
@@ -30,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 
 import harness
 from harness import Refused, inputs, outputs, presets
-from trainer import checkpoint, hf_config, tokenizer
+from trainer import checkpoint, hf_config, saving, tokenizer
 
 CONTEXT = 1024  # the default of --context is at most this
 
@@ -78,8 +77,7 @@ def check(args, config):
         return
     outputs.check_folder("--export", args.export)
     found = model_in(args.export)
-    # A run that torchrun starts again may meet its own. Which attempt this is, nobody knows yet
-    if found and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+    if found and not saving.may_restart():  # else it may be this run's own
         there = f"a model already ({found[0].name})"
         raise Refused(f"--export {args.export} holds {there}: give another folder, or remove it")
 
