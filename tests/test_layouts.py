@@ -370,6 +370,9 @@ all shards equal: harness.placement:placement
 shared kv-heads counted twice: zero:counted_parts
     place.across, *place.partial -> (place.across,)
     grouped --tp 4 --zero 1 -> step 1, the norm ->
+gradients of keys never come home: context_parallel:DirectBuffer.receive
+    += self.incoming -> += 0
+    docs --cp 2 -> step 1, backward -> attn.qkv.weight: off by
 bias on every rank: tensor_parallel:RowParallelLinear.forward
     self.weight)) -> self.weight, self.bias))\n    return y
     sgd --tp 2 -> step 2, forward: the output of blocks.0 on all ->
