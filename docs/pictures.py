@@ -32,6 +32,7 @@ import train
 import zero_bubble
 from dualpipe import PairedSchedule
 from receipts import dualpipe, pipeline
+from receipts.context_parallel import LENGTHS
 
 FOLDER = pathlib.Path(__file__).with_suffix("")
 # Okabe and Ito's colors, which the colour-blind tell apart
@@ -400,8 +401,6 @@ def draw_box(svg, x, y, width, words, fill, frame):
 
 
 # --- who computes which scores
-
-LENGTHS = (9, 3, 120, 1, 30, 6, 2, 14, 5, 40, 4, 22)  # tokens of documents
 
 
 def scores(title, *panels):
