@@ -379,6 +379,8 @@ class EnterAndProject(Enter):
 
     @torch.compiler.disable
     def project(self, x):
+        if torch.is_autocast_enabled(x.device.type):  # as in F.linear, but before x is kept or sent
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         weights, biases = zip(*(layer.used() for layer in self.layers))
         kept = self.keep(x.detach())
         x = SaveFirst.apply(x, kept, *weights)
@@ -424,8 +426,8 @@ class Project(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        # Under autocast the gradients have fewer bits than x and the weights
-        kept, *weights = (saved.to(grads[0].dtype) for saved in ctx.saver.saved_tensors)
+        kept, *weights = ctx.saver.saved_tensors
+        weights = [weight.to(grads[0].dtype) for weight in weights]  # F.linear did, under autocast
         finish_gather = ctx.enter.start_gather(kept)
         rows = [grad.flatten(0, -2) for grad in grads]  # (B T, out / t)
         dx = rows[0] @ weights[0]
