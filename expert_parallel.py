@@ -131,7 +131,7 @@ def run_experts(experts, rows, incoming):
 
 
 class Transfer:
-    """Rows on their way. An AllToAll in two halves, each a node of autograd's graph:
+    """Rows on their way: an AllToAll in two halves, each a node of autograd's graph.
 
                 Start                        Wait
     forward     sends rows            -->    waits for rows
@@ -224,8 +224,8 @@ class ExpertDispatch(nn.Module):
         assignments = [chunk.flatten() for chunk in chosen.tensor_split(self.chunks)]
         orders = [chunk.argsort(stable=True) for chunk in assignments]
         send_counts, receive_counts, incoming = self.exchange_counts(assignments)
-        # Where all lower layers are frozen x needs no gradient. Without one backward would not join
-        # the all-to-alls that other ranks wait in
+        # Where all lower layers are frozen x needs no gradient. But then this rank's backward would
+        # not join the all-to-alls that other ranks wait in
         if torch.is_grad_enabled() and not x.requires_grad:
             x = x.detach().requires_grad_()
         x, router_weights = (whole.tensor_split(self.chunks) for whole in (x, router_weights))

@@ -494,14 +494,14 @@ def check_heads(config, t):
 
 
 def kv_group_of(config):
-    """The group of this rank's kv-head, where all ranks outnumber the kv-heads. Else None."""
+    """The ranks that have a kv-head together, where ranks outnumber the kv-heads. Else None."""
     ranks = dist.get_world_size() // config.kv_heads
     return dist.new_subgroups(ranks)[0] if ranks > 1 else None
 
 
 class SharedHeads(ColumnParallelLinear):
-    """qkv where ranks outnumber the kv-heads, and those of kv_group have one together: its rows are
-    q..q k v. Each rank attends with some of the q heads, and with k and v."""
+    """qkv where ranks outnumber the kv-heads. The ranks of kv_group have one kv-head together: each
+    holds all its rows, q..q k v, and uses its own part of the q heads, k and v."""
 
     def __init__(self, attn, group, kv_group):
         super().__init__(attn.qkv, group, kv_group)
