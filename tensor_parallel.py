@@ -371,8 +371,8 @@ class EnterAndProject(Enter):
         self.layers = list(layers)  # a list: no second name in state_dict
 
     def forward(self, x):
-        # torch.compile makes one graph of a block, if nothing stops it. And zero_bubble.py must see
-        # each F.linear (by a torch function), because it puts off the weight's gradient
+        # Plain f where torch.compile makes one graph of a block, and in zero_bubble.py, a mode that
+        # puts off the weight's gradient of each F.linear
         if torch.compiler.is_compiling() or has_torch_function((x,)):
             return super().forward(x)
         return self.project(x)
