@@ -10,7 +10,6 @@ the order of sums alone. proof/tolerance.py takes its tolerances from the column
 
 import benchmarks
 import harness
-from proof.tolerance import TOLERANCE
 
 SMALL = "--layers 4 --heads 4 --width 64 --context 64 --batch 16 --lr 1e-3 --warmup 20 --sample 0"
 SMALL += " --eval-every 0 --eval-batches 1 --quiet --device cpu"
@@ -47,22 +46,12 @@ def main():
         steps_of = [f"{kind}, {n}" for n in args.steps for kind in KINDS.values()]
         print(f"| layout | {' | '.join(steps_of)} |", flush=True)
         print("|---" * (1 + len(steps_of)) + "|")
-        worst = {}
         for layout in LAYOUTS:
             cells = []
             for n in args.steps:
                 errors = differences(dtype, layout, n)
                 cells += [f"{errors[kind]:.0e}" for kind in KINDS]
-                for kind in KINDS:
-                    worst[n, kind] = max(worst.get((n, kind), 0.0), errors[kind])
             print(f"| {layout} | {' | '.join(cells)} |", flush=True)
-        if 10 in args.steps:
-            precision = dtype.partition(",")[0]
-            margins = []
-            for kind, name in KINDS.items():
-                times = TOLERANCE[precision][kind] / max(worst[10, kind], 1e-300)
-                margins.append(f"{name} {TOLERANCE[precision][kind]:.0e}, {times:.0f} times")
-            print(f"\nTolerance beside the worst of 10 steps: {'; '.join(margins)}.", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,12 @@
 """Strong scaling of a data-parallel job that a few numbers describe, beside published times: python
 -m benchmarks.scaling
 
-The defaults are TSM on Summit (Lin, Gan and Han 2019, Training Kinetics in 15 minutes,
-arXiv:1910.00932): a ResNet-50 that reads 8 frames of a video. It has 24.3M parameters and 33G
-multiplications a forward pass (arXiv:1811.08383), so 6 x 33 GFLOP in training. 1,536 V100s take
-12,288 videos a step. Nodes have 6 GPUs and 25 GB/s to the network. Assumed: 8 videos a GPU in all
-runs, 100 epochs of 240,000 videos, gradients in 32 bits, NVLinks of 50 GB/s.
-
-A step's time is by the dry run's rules: the gradients' all-reduce takes what nccl's ring or tree
-takes (simulator/links.py). It runs beside backward, which is two thirds of the computing, and slows
-it down while it lasts. One number is fitted: a GPU's rate,
-from the published time on the fewest nodes, if --tflops does not give it. Then the FLOP of a sample
-do not matter, and the number of samples only beside the messages. Loading, validation and ranks
-that wait for the slowest are left out.
+The defaults are TSM on Summit (docs/learn/why.md). A step's time is by the dry run's rules: the
+gradients' all-reduce takes what nccl's ring or tree takes (simulator/links.py). It runs beside
+backward, which is two thirds of the computing, and slows it down while it lasts. One number is
+fitted: a GPU's rate, from the published time on the fewest nodes, if --tflops does not give it.
+Then the FLOP of a sample do not matter, and the number of samples only beside the messages.
+Loading, validation and ranks that wait for the slowest are left out.
 """
 
 import argparse

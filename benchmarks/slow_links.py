@@ -42,10 +42,10 @@ SETTINGS = {
     "H = 100": "--sync-every 100",
     "H = 50, 5 parts, 5 late": "--sync-every 50 --stream 5 --stream-delay 5",
     "H = 50, 4 bits": "--sync-every 50 --outer-bits 4",
-    "H = 50, 4 bits, 5 parts, 5 late": (
-        "--sync-every 50 --stream 5 --stream-delay 5 --outer-bits 4"
-    ),
 }
+SETTINGS["H = 50, 4 bits, 5 parts, 5 late"] = (
+    f"{SETTINGS['H = 50, 5 parts, 5 late']} --outer-bits 4"
+)
 
 # --- the link
 
@@ -102,18 +102,13 @@ def run_on(hosts, words, port):
     """Run Python with these words, as one rank on each host."""
     processes = []
     for rank, host in enumerate(hosts):
-        environment = os.environ | {
-            "RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "LOCAL_WORLD_SIZE": "1",
-            "MASTER_ADDR": "10.99.0.1",
-            "MASTER_PORT": str(port),
-            "GLOO_SOCKET_IFNAME": f"wire{rank}",
-            "OMP_NUM_THREADS": "1",
-            "TORCH_CPP_LOG_LEVEL": "ERROR",  # the hosts have no names
-        }
+        environment = dict(RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="1")
+        environment |= dict(MASTER_ADDR="10.99.0.1", MASTER_PORT=str(port))
+        environment |= dict(GLOO_SOCKET_IFNAME=f"wire{rank}", OMP_NUM_THREADS="1")
+        environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # the hosts have no names
         command = ["ip", "netns", "exec", host, sys.executable, *words.split()]
-        processes.append(subprocess.Popen(command, cwd=ROOT, env=environment))
+        options = dict(cwd=ROOT, env=os.environ | environment)
+        processes.append(subprocess.Popen(command, **options))
     if any([process.wait() for process in processes]):
         raise harness.Refused(f"{words} did not end well: see above", code=1)
 
@@ -183,16 +178,9 @@ def curve(args, seed):
         where = range(number * size, (number + 1) * size)
         return [corpus.batch(step, where, config.context, seed, split)]
 
-    player = types.SimpleNamespace(
-        args=args,
-        config=config,
-        islands=args.islands,
-        target_count=rows * config.context,
-        device=torch.device("cpu"),
-        dtype=DTYPES[args.dtype],
-        draw=initialize.draw,
-        rows_of=rows_of,
-    )
+    run = dict(args=args, config=config, islands=args.islands, device=torch.device("cpu"))
+    run |= dict(dtype=DTYPES[args.dtype], draw=initialize.draw, rows_of=rows_of)
+    player = types.SimpleNamespace(target_count=rows * config.context, **run)
     points = []
 
     @torch.no_grad()
@@ -228,21 +216,19 @@ def price(args, settings):
             curves[name, seed] = job.result()
             losses = " ".join(f"{loss:.4f}" for _, loss in curves[name, seed])
             print(f"{name}, seed {seed}: {losses}", file=sys.stderr, flush=True)
-    tokens = curves["ddp", 1][-1][0]
+    tokens, ends = curves["ddp", 1][-1][0], {key: points[-1][1] for key, points in curves.items()}
     print(f"\n| {args.islands} islands, {tokens:,} tokens | validation loss | beside ddp |")
     print("|---|---|---|")
     for name in settings:
-        ends = [curves[name, seed][-1][1] for seed in seeds]
-        ratios = [curves[name, seed][-1][1] / curves["ddp", seed][-1][1] for seed in seeds]
-        spread = f"({min(ends):.4f} .. {max(ends):.4f})"
-        print(f"| {name} | {statistics.mean(ends):.4f} {spread} | {mean_of(ratios)} |")
+        losses = [ends[name, seed] for seed in seeds]
+        apart = [ends[name, seed] / ends["ddp", seed] - 1 for seed in seeds]
+        print(f"| {name} | {spread(losses, '.4f')} | {spread(apart, '+.1%')} |")
     if args.plot:
         draw(args, curves, seeds)
 
 
-def mean_of(ratios):
-    apart = [ratio - 1 for ratio in ratios]
-    return f"{statistics.mean(apart):+.1%} ({min(apart):+.1%} .. {max(apart):+.1%})"
+def spread(numbers, form):
+    return f"{statistics.mean(numbers):{form}} ({min(numbers):{form}} .. {max(numbers):{form}})"
 
 
 def draw(args, curves, seeds):

@@ -14,13 +14,10 @@ benchmarks.vs_torch
 
 First both sides take three steps with SGD, which shows a gradient of the wrong scale, then with
 AdamW. A loss or a weight that differs by more than rounding means no ratio, and exit code 1. Then
-they take turns, with AdamW (fused on both sides). Shown are tokens/s, and the ratio ours / theirs:
-median and quartiles of the turns; megabytes at the peak of a step, weights, gradients and optimizer
-states included, of the rank that holds most, and the ratio: median, least and largest of the ranks;
-and the largest relative difference of a loss or a weight after the steps with SGD, and with AdamW.
-
-On 2 ranks or 4; on CPUs with gloo, with --device cuda in bfloat16 with nccl. What one GPU does
-alone is in benchmarks.gpu.
+they take turns, with AdamW (fused on both sides). Shown are tokens/s, with the ratio's median and
+quartiles of the turns; megabytes at the peak of a step, of the rank that holds most, with the
+ratio's median, least and largest of the ranks; and the largest relative difference of a loss or a
+weight. With --device cuda in bfloat16 on nccl. What one GPU does alone is in benchmarks.gpu.
 """
 
 import contextlib
@@ -233,12 +230,8 @@ def their_fsdp(reshard, job):
 def our_tensor(parallelize, job):
     model = job.model(lambda whole: parallelize(whole, job.group))
     parameters = list(model.parameters())
-    optimizer = job.optimizer(parameters)
-    inputs = job.tokens, None, job.targets, job.count
-
-    def complete():  # nothing to do without sequence parallelism
-        sequence_parallel.reduce_partial(parameters)
-
+    optimizer, inputs = job.optimizer(parameters), (job.tokens, None, job.targets, job.count)
+    complete = partial(sequence_parallel.reduce_partial, parameters)  # without --sp nothing
     step = stepper(optimizer.zero_grad, model, inputs, complete, optimizer.step)
     return Side(step, model.named, job.world)
 
@@ -285,13 +278,9 @@ def stages(job, schedule):
     """This rank's stages, and their numbers."""
     mine, count = schedule.stages(job.rank), schedule.last + 1
 
-    def whole():
-        with torch.device("meta"):
-            return gpt.GPT(job.config)
-
-    layers = stage_layers(job.config, count)
-    parts = harness.Stages(harness.split(whole, layers, mine))
-    return initialize.fill(parts, 0, job.device, job.dtype), mine, count
+    with torch.device("meta"):
+        parts = harness.split(lambda: gpt.GPT(job.config), stage_layers(job.config, count), mine)
+    return initialize.fill(harness.Stages(parts), 0, job.device, job.dtype), mine, count
 
 
 def our_pipeline(name, job):
@@ -320,12 +309,9 @@ def their_pipeline(name, theirs, job):
     optimizer = job.optimizer(model.parameters())
     parts = [PipelineStage(model[stage], stage, count, job.device) for stage in mine]
 
-    def loss(logits, targets):
-        return gpt.CrossEntropy()(logits, targets, job.count)
-
-    run = getattr(schedules, theirs)(
-        parts if len(parts) > 1 else parts[0], MICROBATCHES, loss_fn=loss, scale_grads=False
-    )
+    options = dict(loss_fn=partial(gpt.CrossEntropy(), target_count=job.count), scale_grads=False)
+    parts = parts if len(parts) > 1 else parts[0]
+    run = getattr(schedules, theirs)(parts, MICROBATCHES, **options)
 
     def step():
         losses = []
@@ -414,9 +400,9 @@ class TheirAttention(torch.autograd.Function):
 def our_experts(job):
     model = job.model(lambda whole: expert_parallel.parallelize_experts(whole, job.group))
     parameters = list(model.parameters())
-    optimizer = job.optimizer(parameters)
+    optimizer, inputs = job.optimizer(parameters), job.rows(job.count)
     complete = partial(expert_parallel.sum_replicated_gradients, parameters, job.group)
-    step = stepper(optimizer.zero_grad, model, job.rows(job.count), complete, optimizer.step)
+    step = stepper(optimizer.zero_grad, model, inputs, complete, optimizer.step)
     return Side(step, model.named)
 
 
@@ -425,13 +411,12 @@ def their_experts(dealt_out, job):
     model = job.model()
     for block in model.blocks.values():
         block.mlp.dispatch = Loop()
-    side = their_ddp(job, model)
 
     def own_weights():
         for name, p in model.named():
-            yield name, p.chunk(job.world)[job.rank] if ".experts." in name else p
+            yield name, p.chunk(job.world)[job.rank] if dealt_out and ".experts." in name else p
 
-    return side._replace(weights=own_weights) if dealt_out else side
+    return their_ddp(job, model)._replace(weights=own_weights)
 
 
 class Loop(torch.nn.Module):

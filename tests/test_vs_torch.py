@@ -21,6 +21,7 @@ def row(rank, name):
 def small(monkeypatch):
     model = "tiny", dict(layers=2, heads=4, kv_heads=4, width=32, context=256, vocab=256)
     monkeypatch.setitem(vs_torch.MODELS, "cpu", model)
+    monkeypatch.setattr(vs_torch, "STEPS", 1)
     monkeypatch.setitem(vs_torch.PAIRS, "muon", vs_torch.PAIRS["muon"]._replace(fields={}))
 
 
