@@ -54,6 +54,8 @@ def test_messages_mean_what_the_player_says(dtype, bits):
         assert torch.equal(diloco.decode(message, bits, dtype, length), islands.rounded(x, bits))
         size = islands.message_bytes(length, bits, x.element_size())
         assert len(diloco.header(7, x)) + len(message) == size
+        spoilt = diloco.encode(torch.full_like(x, torch.nan), bits)
+        assert diloco.decode(spoilt, bits, dtype, length).isnan().all()  # for all to see
 
 
 def test_parts_are_consecutive_and_even():

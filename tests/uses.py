@@ -456,26 +456,18 @@ def plainly(ep, sizes, over, rows, weights, chosen, experts, meanwhile):
 def split_llama(tp, llama, over):
     """Hugging Face's. On 4 ranks two share each of its 2 kv-heads."""
     shared_by, _ = dist.new_subgroups(2) if dist.get_world_size(over) == 4 else (None, None)
-
-    def replace(make, module, *names, **options):
-        for name in names:
-            setattr(module, name, make(getattr(module, name), over, **options))
-
-    def enter(module, name):
-        setattr(module, name, nn.Sequential(getattr(module, name), tp.Enter(over)))
-
-    replace(tp.VocabParallelEmbedding, llama.model, "embed_tokens")
-    for layer in llama.model.layers:
-        enter(layer, "input_layernorm")
-        enter(layer, "post_attention_layernorm")
-        replace(tp.ColumnParallelLinear, layer.self_attn, "q_proj")
-        replace(tp.ColumnParallelLinear, layer.self_attn, "k_proj", "v_proj", shared_by=shared_by)
-        layer.self_attn.num_key_value_groups = 1 if shared_by else 2
-        replace(tp.RowParallelLinear, layer.self_attn, "o_proj")
-        replace(tp.ColumnParallelLinear, layer.mlp, "gate_proj", "up_proj")
-        replace(tp.RowParallelLinear, layer.mlp, "down_proj")
-    enter(llama.model, "norm")
-    replace(tp.ColumnParallelLinear, llama, "lm_head")
+    kinds = {"embed_tokens": tp.VocabParallelEmbedding}
+    kinds |= dict.fromkeys(("o_proj", "down_proj"), tp.RowParallelLinear)
+    for parent in list(llama.modules()):
+        for name, child in list(parent.named_children()):
+            if name.endswith("norm"):
+                setattr(parent, name, nn.Sequential(child, tp.Enter(over)))
+            elif name in kinds or isinstance(child, nn.Linear):
+                options = {"shared_by": shared_by} if name in ("k_proj", "v_proj") else {}
+                kind = kinds.get(name, tp.ColumnParallelLinear)
+                setattr(parent, name, kind(child, over, **options))
+        if hasattr(parent, "num_key_value_groups"):
+            parent.num_key_value_groups = 1 if shared_by else 2
 
 
 # --- ZeRO's units behind checkpoints, and passes that are no part of a step
