@@ -151,7 +151,8 @@ for row in pairs():
 LAUNCHES = []
 for technique, rows in TRAINED.items():
     first, *others = sorted({row[0] for row in rows})
-    LAUNCHES.append(pytest.param(technique, first, marks=pytest.mark.quick))
+    quick = technique in TABLE or technique.endswith("ddp")
+    LAUNCHES.append(pytest.param(technique, first, marks=pytest.mark.quick if quick else ()))
     LAUNCHES += [(technique, ranks) for ranks in others]
 
 
