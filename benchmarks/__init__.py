@@ -27,15 +27,11 @@ def parser(doc, nproc=None, turns=None):
     p = harness.Parser(doc)
     p.add_argument("--nproc", **harness.POSITIVE, default=nproc, help="ranks")
     if turns:
-        turns_flag(p, turns)
+        why = "of each rival"
+        p.add_argument("--turns", type=harness.count(2), default=turns, metavar="N", help=why)
     p.add_argument("--quiet", action="store_true", help="print nothing but errors")
     p.set_defaults(device="cpu", backend="gloo")
     return p
-
-
-def turns_flag(p, default):
-    why = "of each rival"
-    p.add_argument("--turns", type=harness.count(2), default=default, metavar="N", help=why)
 
 
 def turn(step, steps, device="cpu"):

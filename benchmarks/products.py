@@ -1,13 +1,10 @@
 """The time of a matrix product, as simulator/kernels.py has it, beside what others measured:
 python -m benchmarks.products
 
-H100: OpenXLA's table for sm_90, bfloat16, a batch of up to 4, short runs whose power is no limit
-(xla/service/gpu/model/matmul_interpolator_data.h). A100: square products of random numbers
-(Azure/AI-benchmarking-guide, ND A100 v4, float16, 10,000 products before the measured ones), and
-those of Llama 2 70B with 4,096 tokens (Vidur, arXiv:2405.05465, data/profiling/compute/a100).
-
-These measurements (products.csv) chose a family's `full`, `start`, `side` and KERNEL; none of them
-is a training run.
+products.csv: on an H100 OpenXLA's (xla/service/gpu/model/matmul_interpolator_data.h), short runs
+whose power is no limit; on an A100 square ones (Azure/AI-benchmarking-guide, ND A100 v4), and those
+of Llama 2 70B (Vidur, data/profiling/compute/a100). They chose a family's `full`, `start`, `side`
+and KERNEL; none of them is a training run.
 """
 
 import csv

@@ -1,11 +1,9 @@
 """What islands are worth on slow links, and what they cost: python -m benchmarks.slow_links
 
-    --links     tokens/s of diloco.py beside ddp.py, on two hosts with a slow link between them: two
-                network namespaces, whose link `tc tbf` limits (root; iproute2). The bytes are those
-                that the link's own counter has seen
-    --price     the validation loss after the same tokens, for ddp.py and for islands that average
-                every 10, 50 and 100 steps; streaming, delayed, in 4 bits. One process plays all
-                islands (receipts/diloco.py: diloco.py's receipt shows that it is the same)
+    --links     tokens/s of diloco.py beside ddp.py, on two hosts: network namespaces, whose link
+                `tc tbf` limits (root; iproute2). The link's own counter counts the bytes
+    --price     the validation loss after the same tokens, for ddp.py and for islands, all played by
+                one process (receipts/diloco.py: diloco.py's receipt shows that it is the same)
 
 Without either it does both. --plot NAME draws the price.
 """

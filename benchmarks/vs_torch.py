@@ -565,21 +565,20 @@ def compare(run, name):
 def line(row):
     """A row as the table shows it."""
     if "failed" in row:
-        return f"{row['pair']:46s}{row['failed']}"
-    ours, theirs = row["tokens_per_s"]
-    text = f"{row['pair']:46s}{ours:9,.0f}{theirs:9,.0f}   {benchmarks.shown(row['ratio']):20s}"
-    ours, theirs = (peak / 1e6 for peak in row["peak_bytes"])
-    text += f" {ours:8.1f}{theirs:9.1f}   {benchmarks.shown(row['memory']):20s}"
-    return text + "".join(f"{kind:>7s}{error:7.0e}" for kind, error in row["differences"].items())
+        return f"| {row['pair']} | {row['failed']} |"
+    cells = [row["pair"], *(f"{rate:,.0f}" for rate in row["tokens_per_s"])]
+    cells += [benchmarks.shown(row["ratio"]), *(f"{n / 1e6:.1f}" for n in row["peak_bytes"])]
+    cells.append(benchmarks.shown(row["memory"]))
+    cells.append(", ".join(f"{kind} {error:.0e}" for kind, error in row["differences"].items()))
+    return f"| {' | '.join(cells)} |"
 
 
 def demo(run):
     warnings.simplefilter("ignore")
     kind = "bfloat16, gpt2" if run.device.type == "cuda" else "float32, tiny"
     run.print(f"\n{run.world} ranks, {dist.get_backend()}, {kind}")
-    names = f"{'ours':>9s}{'theirs':>9s}   {'ratio':20s}"
-    run.print(f"{'':46s}{'tokens/s':>18s}{'':26s}{'peak MB':>15s}")
-    run.print(f"{'':46s}{names}{names}   difference")
+    run.print("| | tokens/s | theirs | ratio | peak MB | theirs | ratio | differences |")
+    run.print("|---" * 8 + "|")
     rows = []
     for name in run.args.only or PAIRS:
         rows.append(compare(run, name))
