@@ -33,9 +33,6 @@ import contextlib
 import functools
 import math
 
-import harness  # before torch: see harness/signals.py
-
-# isort: split
 import torch
 import torch.distributed as dist
 
@@ -44,6 +41,7 @@ import ddp
 import dualpipe
 import expert_parallel
 import fsdp
+import harness
 import model as gpt
 import muon
 import pipeline
@@ -70,7 +68,6 @@ def flags():
     p = harness.parser(__doc__, steps=200, lr=3e-3, warmup=20, microbatches=None, tokenizer=None)
     for part in PARTS:
         part.add_flags(p)
-    p.hide_rare()
     return p
 
 

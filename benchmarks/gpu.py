@@ -30,7 +30,7 @@ import train
 import zero_bubble
 from benchmarks import nanogpt
 from benchmarks.vs_torch import PAIRS
-from harness.outputs import check_file
+from harness.files import check_file
 from receipts.formulas import flops_per_token
 from trainer import layout, tracking
 

@@ -1,35 +1,39 @@
-"""Text -> tokens -> the batch of step i.
+"""--data -> tokens -> the batch of step i.
 
     load("stdlib" | path, tokenizer)  ->  Corpus      tokenizers: tokens.py
     corpus.batch(step, rows, ...)     ->  tokens, targets, samples
 
 The default corpus needs no download: the source of Python's own standard library without its
 tests, about 10 MB. It differs a little between Python versions, so its losses compare on one
-machine only. The last tenth of the tokens is the validation split. The tokens lie in a .npy file in
-`data/`, which is memory-mapped: all processes share one copy.
+machine only. The last tenth of the tokens is the validation split.
+
+A text is read into memory at each start. Ready-made tokens are files that another program wrote,
+memory-mapped and never read whole:
+
+    x.npy       one row of whole numbers, as numpy saves it
+    x.bin       bare uint16, as nanoGPT writes them; uint32 for a vocabulary above 65,536
+    a folder    with train.bin (or .npy), and val.bin if there is one
 
 A batch is a pure function of (seed, step): a hash of (seed, step, j) says where row j starts. So
 there is no loader to resume: every rank computes its own rows of the same global batch.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import pathlib
-import secrets
 import sysconfig
-import tempfile
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from harness import inputs, ready_made
-from harness.outputs import short
+from harness.files import short
 from harness.refusal import Refused
 from harness.tokens import of
+
+SAMPLE = 2**18  # ready-made tokens that are looked at when a file is opened
 
 
 @dataclass
@@ -37,7 +41,7 @@ class Corpus:
     """The tokens of a text."""
 
     name: str
-    tokens: np.ndarray  # (N,), memory-mapped
+    tokens: np.ndarray  # (N,)
     encoding: Any  # turns text into these tokens: see tokens.py
     digest: str  # sha256 of the tokens' bytes; of ready-made tokens, of the first
     held_out: np.ndarray | None = None  # the validation split, if it is a file of its own
@@ -77,46 +81,64 @@ def hash64(a, b):
     return x ^ x >> 31
 
 
-def load(source="stdlib", tokenizer="bytes", folder=None, vocab=None, mark=None):
-    """The Corpus of a source: "stdlib", or the path of a text file, of a folder of text files, or
-    of ready-made tokens, which must be below `vocab` (default: the tokenizer's).
+def load(source="stdlib", tokenizer="bytes", vocab=None, mark=None):
+    """The Corpus of --data. Raises Refused if there is no such text, or no such tokenizer.
 
-    folder: of the cache, by default data/ in the project's folder, or a temporary folder if that
-    can't be written. mark: what stands between two documents of a file. Raises Refused if there is
-    no such text, or no such tokenizer."""
-    encoding = of(tokenizer)
-    files = ready_made.files_of(source)
-    if files:
-        vocab = vocab or encoding.n_vocab
-        tokens, held_out = (file and ready_made.open_file(file, vocab) for file in files)
-        return Corpus(str(source), tokens, encoding, ready_made.digest(tokens), held_out)
+    vocab   ready-made tokens must be below it (default: the tokenizer's)
+    mark    what stands between two documents of a text file"""
+    encoding, held_out = of(tokenizer), None
+    files = ready_made(source)
     try:
-        tokens = cached(source, encoding, pathlib.Path(folder or cache_folder()), mark)
-    except OSError as e:
-        reason = short(": ".join(str(part) for part in (e.strerror, e.filename) if part))
-        problem = f"--data {short(str(source))} can't be used ({reason})"
+        if files:
+            vocab = vocab or encoding.n_vocab
+            tokens, held_out = (file and open_tokens(file, vocab) for file in files)
+        else:
+            tokens = encode(source, encoding, mark)
+    except (OSError, ValueError) as e:  # numpy says what is cut off
+        problem = f"--data {short(str(source))} can't be used ({short(str(e))})"
         raise Refused(f"{problem}: give a text file, a folder of them, or stdlib") from e
-    return Corpus(str(source), tokens, encoding, hashlib.sha256(tokens).hexdigest())
+    checksum = hashlib.sha256()
+    if files:
+        checksum.update(f"{tokens.dtype} {len(tokens)}".encode())
+    checksum.update(np.ascontiguousarray(tokens[:SAMPLE] if files else tokens))
+    return Corpus(str(source), tokens, encoding, checksum.hexdigest(), held_out)
 
 
-def cached(source, encoding, folder, mark):
-    """A text's tokens, memory-mapped. The first call makes the file, while other processes wait."""
-    files = find(source)
-    name = pathlib.Path(source).resolve().name
-    stamp = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-    key = hashlib.sha256(repr((encoding.name, mark, stamp)).encode()).hexdigest()[:16]
-    cache = folder / f"{name[:40]}-{key}.npy"  # a file's name has at most 255 bytes
-    with open(f"{cache}.lock", "w") as lock:
-        with contextlib.suppress(OSError):  # a disk without locks: each process makes the file
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
-            return np.load(cache, mmap_mode="r")
-        except (OSError, ValueError, EOFError):  # there is none yet, or it was cut off
-            whole = folder / f"{secrets.token_hex(4)}-{cache.name}"  # no reader sees half of it
-            with open(whole, "wb") as file:
-                np.save(file, encode(files, encoding, source, mark))
-            os.replace(whole, cache)
-        return np.load(cache, mmap_mode="r")
+# --- ready-made tokens
+
+
+def ready_made(source):
+    """(file of tokens, file of the validation split or None) of --data; None if it is text."""
+    path, found = pathlib.Path(source), []
+    if not os.path.isdir(path):
+        return (path, None) if path.suffix in (".bin", ".npy") else None
+    for split in ("train", "val"):
+        files = [path / f"{split}.bin", path / f"{split}.npy"]
+        found.append(next((file for file in files if file.is_file()), None))
+    return found if found[0] else None
+
+
+def open_tokens(path, vocab):
+    """One file's tokens (N,), memory-mapped. The first of them must be below the vocabulary: a file
+    of another tokenizer, or of another program with a header, does not pass."""
+    if path.suffix == ".npy":
+        tokens = np.load(path, mmap_mode="r")
+    else:
+        tokens = np.memmap(path, "<u2" if vocab <= 2**16 else "<u4", "r")
+        if not tokens[1:SAMPLE:2].any():
+            raise ValueError("every other number is 0, as if each took four bytes: write uint16")
+    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+        raise ValueError(f"{tokens.dtype} of shape {tokens.shape}, not one row of tokens")
+    first = tokens[:SAMPLE]
+    wrong = first[(first < 0) | (first >= vocab)]
+    if len(wrong):
+        found = f"has token {wrong[0]} (read as {tokens.dtype})"
+        advice = f"--vocab {wrong[0] + 1} or more, or the model's own tokens"
+        raise Refused(f"--data {path} {found}, but the vocabulary is {vocab}: give {advice}")
+    return tokens
+
+
+# --- text
 
 
 def find(source):
@@ -126,8 +148,8 @@ def find(source):
         root, suffix = pathlib.Path(sysconfig.get_paths()["stdlib"]), ".py"
         skip = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
     elif not root.is_dir():
-        inputs.check(source)
-        return [root]
+        # Who opens a pipe waits for its writer, and a device may have no end
+        return [root] if root.is_file() or not root.exists() else []
     files = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [f for f in subfolders if f not in skip and not f.startswith(".")]
@@ -137,15 +159,10 @@ def find(source):
     return sorted(file for file in files if file.is_file())
 
 
-def encode(files, encoding, source, mark):
+def encode(source, encoding, mark):
     """The tokens of all documents: text files, or what lies between two marks of such a file."""
-    size = sum(file.stat().st_size for file in files)
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if size > memory / 16:  # the bytes, the characters, and 8 bytes for each token
-        advice = "give ready-made tokens (docs/use/run.md)"
-        raise Refused(f"--data {source} has {size / 1e9:,.0f} GB, too much for memory: {advice}")
     pieces = []
-    for file in files:
+    for file in find(source):
         with contextlib.suppress(UnicodeDecodeError):
             text = file.read_bytes().decode("utf-8")
             if "\0" not in text:
@@ -154,15 +171,3 @@ def encode(files, encoding, source, mark):
     if not pieces:
         raise Refused(f"--data {source} has no text (UTF-8): give a text file or a folder of them")
     return np.concatenate(pieces).astype(np.uint16 if encoding.n_vocab <= 2**16 else np.uint32)
-
-
-def cache_folder():
-    """data/ in the project's folder; where that can't be written, one for temporary files."""
-    folder = pathlib.Path(__file__).parent.parent / "data"
-    with contextlib.suppress(OSError):
-        folder.mkdir(exist_ok=True)
-        if os.access(folder, os.W_OK):
-            return folder
-    folder = pathlib.Path(tempfile.gettempdir(), f"tokens-{os.getuid()}")
-    folder.mkdir(mode=0o700, exist_ok=True)
-    return folder

@@ -4,24 +4,16 @@ import argparse
 import contextlib
 import math
 import string
-import sys
 from dataclasses import fields
 
 import torch
 
 from harness import presets, tokens
-from harness.outputs import short
+from harness.files import short
 from harness.refusal import Refused, refusing
 from model import Config
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16")}
-
-# What a newcomer sets. A lesson's own flags are usual, too. The last two lines are train.py's
-USUAL = {"help", "help_all", "preset", "layers", "width", "context", "experts"}
-USUAL |= {"steps", "batch", "microbatches", "optimizer", "lr", "dtype"}
-USUAL |= {"data", "tokenizer", "nproc", "json"}
-USUAL |= {"dp", "tp", "pp", "cp", "ep", "sp", "zero", "schedule", "out", "resume"}
-USUAL |= {"sample", "init_from", "export", "dry_run", "plan", "gpus", "gpu", "islands"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -38,21 +30,9 @@ class Parser(argparse.ArgumentParser):
         options = {"allow_abbrev": False, "conflict_handler": "resolve"}
         super().__init__(description=doc, usage="%(prog)s [flags]", **options)
         self.formatter_class = lambda prog: self.Formatter(prog, max_help_position=28, width=120)
-        self.rare = set()  # flags that only --help-all shows
-        self.add_argument("--help-all", action="help", help="show all flags and exit")
-
-    def hide_rare(self):
-        """Let -h show only the usual ones of the flags that there are by now."""
-        self.rare = {action.dest for action in self._actions} - USUAL
-
-    def print_help(self, file=None):
-        for action in self._actions:
-            if action.dest in self.rare and "--help-all" not in sys.argv:
-                action.help = argparse.SUPPRESS
-        super().print_help(file)
 
     def error(self, message):
-        raise Refused(f"{short(message, 400)} (-h lists the usual flags, --help-all all)")
+        raise Refused(f"{short(message, 400)} (-h lists the flags)")
 
     def parse_args(self, args=None, namespace=None):
         """The flags. Refuses an empty text, as of an unset shell variable; but not a prompt."""
@@ -68,21 +48,13 @@ def flag_of(name):
     return "--" + name.replace("_", "-")
 
 
-MOST = 10**8  # of any number of things
-
-
-def count(least, most=MOST):
+def count(least, most=10**8):
     """An argument type: a whole number of at least `least`, and at most `most`."""
-    return number(int, "whole number", least, most)
+    return real(least, most, int, "whole number")
 
 
-def real(least, most=math.inf):
+def real(least, most=math.inf, convert=float, kind="number"):
     """An argument type: a finite number of at least `least`, and at most `most`."""
-    return number(float, "number", least, most)
-
-
-def number(convert, kind, least, most):
-    """What `convert` reads, within limits. kind: its name in a refusal."""
 
     def parse(text):
         with contextlib.suppress(ValueError):
@@ -103,16 +75,11 @@ SPEED = {"B/s": 1, "KB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9}
 def quantity(units, example):
     """An argument type: a number followed by one of the units, such as "25MB"."""
 
-    def parse(text):
+    def convert(text):
         number = text.rstrip("/" + string.ascii_letters)
-        with contextlib.suppress(KeyError, ValueError):
-            value = float(number) * units[text[len(number) :]]
-            if 0 < value < math.inf:
-                return value
-        wrong = f"{short(text)!r} is not a number with its unit, such as {example}"
-        raise argparse.ArgumentTypeError(wrong)
+        return float(number) * units.get(text[len(number) :], math.nan)
 
-    return parse
+    return real(1, math.inf, convert, f"number with its unit, such as {example},")
 
 
 def dtype(text):
@@ -151,7 +118,6 @@ def parser(doc, **defaults):
         if defaults.get(action.dest) is not None:  # the help then shows the new default
             action.help = action.help.split(" (default:")[0]
     p.set_defaults(**defaults)
-    p.hide_rare()
     return p
 
 
@@ -184,8 +150,8 @@ def training_flags(g):
     g.add_argument("--batch", **POSITIVE, default=16, help="sequences a step, over all ranks")
     why = "pieces of a rank's batch, run one after the other to hold fewer activations"
     g.add_argument("--microbatches", **POSITIVE, default=2, help=why)
-    seed = dict(type=count(-(10**18), 10**18), metavar="N", default=1)
-    g.add_argument("--seed", **seed, help="seed of weights, batches and dropout")
+    why = "of weights, batches and dropout"
+    g.add_argument("--seed", type=int, default=1, metavar="N", help=why)
     why = "sgd shows a gradient of the wrong scale, adamw hides it"
     g.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw", help=why)
     rate = dict(type=real(0, 1), metavar="X")  # with more float32 diverges, on any layout
@@ -224,6 +190,7 @@ def running_flags(g):
     why = "steps between two printed lines, after the first ten (default: 10 at a terminal, else 1)"
     g.add_argument("--log-every", **POSITIVE, help=why)
     g.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    gone(g, "--help-all", "-h lists all flags")
 
 
 def configure(args):

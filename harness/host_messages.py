@@ -1,9 +1,7 @@
 """Messages from rank to rank through the host's memory, for gloo ranks on GPUs.
 
-gloo's collectives take CUDA tensors, its send and recv do not. So `--backend gloo --device cuda`
-replaces the two functions of torch.distributed that all others call. A message is copied to the
-host, sent, and copied to the device when its receiver waits for it. This is slow: it is there so
-that a machine with one GPU can prove every layout.
+gloo's collectives take CUDA tensors, its send and recv do not. So this replaces the two functions
+of torch.distributed that all others call. It is slow, but one GPU can prove every layout.
 """
 
 import torch.distributed as dist

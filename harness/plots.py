@@ -2,8 +2,8 @@
 
 import importlib.util
 
-from harness.outputs import check_file
-from harness.refusal import Refused, say
+from harness.files import check_file
+from harness.refusal import Refused
 
 
 def plot_flag(group, what):
@@ -31,9 +31,6 @@ def pyplot():
 
 
 def save(figure, name):
-    """Write NAME.png and NAME.svg. Where they can't be written, the run goes on."""
-    try:
-        for kind in ("png", "svg"):
-            figure.savefig(f"{name}.{kind}", dpi=150, bbox_inches="tight")
-    except OSError as e:
-        say(f"--plot {name} can't be written ({e.strerror or e}); the run goes on")
+    """Write NAME.png and NAME.svg."""
+    for kind in ("png", "svg"):
+        figure.savefig(f"{name}.{kind}", dpi=150, bbox_inches="tight")

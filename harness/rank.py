@@ -1,9 +1,7 @@
 """One rank of a run: who it is, what all ranks agree on, its model and its rows of the text."""
 
 import contextlib
-import hashlib
 import os
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -21,32 +19,22 @@ class Rank:
     def __init__(self, args, rank, world, device):
         self.args, self.rank, self.world, self.device = args, rank, world, device
 
-    def agree(self, problem):
-        """Refuse to go on if any rank has a problem: a sentence, or None. The first prints it."""
-        first = torch.tensor(self.world if problem is None else self.rank, device=self.device)
-        dist.all_reduce(first, op=dist.ReduceOp.MIN)
-        if first.item() < self.world:
-            raise Refused(problem or "another rank refused", speaker=first.item())
-
-    def same(self, value, what, advice):
-        """Refuse to go on if `value`, a string, differs between ranks. Compares its digests."""
-        digest = int(hashlib.sha256(value.encode()).hexdigest()[:15], 16)
-        first = torch.tensor(digest, device=self.device)
-        dist.broadcast(first, 0)
-        differs = first.item() != digest
-        self.agree(f"rank {self.rank} has {what} than rank 0: {advice}" if differs else None)
-
-    def any(self, flag):
-        """Whether `flag` is set on any rank."""
-        flag = torch.tensor(int(bool(flag)), device=self.device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return bool(flag)
-
     def gather(self, value):
         """[value of each rank], on all ranks."""
         everyone = [None] * self.world
         dist.all_gather_object(everyone, value)
         return everyone
+
+    def agree(self, problem):
+        """Refuse to go on if any rank has a problem: a sentence, or None. The first prints it."""
+        for rank, found in enumerate(self.gather(problem)):
+            if found:
+                raise Refused(found, speaker=rank)
+
+    def same(self, value, what, advice):
+        """Refuse to go on if `value` differs between ranks."""
+        problem = f"rank {self.rank} has {what} than rank 0: {advice}"
+        self.agree(problem if value != self.gather(value)[0] else None)
 
     def print(self, *args, **kwargs):
         """Print on rank 0, unless --quiet is given. A full disk or a closed terminal ends no run;
@@ -54,9 +42,10 @@ class Rank:
         if self.rank == 0 and not self.args.quiet:
             try:
                 print(*args, **kwargs, flush=True)
-            except OSError as e:
-                if isinstance(e, BrokenPipeError):
-                    raise
+            except BrokenPipeError:
+                raise
+            except OSError:
+                pass
 
 
 class TrainingRank(Rank):
@@ -71,10 +60,7 @@ class TrainingRank(Rank):
         """corpus: in place of the text of --data."""
         super().__init__(args, rank, world, device)
         self.dtype, self.config = DTYPES[args.dtype], configure(args)
-        self.precision = precision(args, device)
-        may_differ = "data json nproc quiet log_every log_to wandb".split()
-        flags = {k: value for k, value in sorted(vars(args).items()) if k not in may_differ}
-        self.same(repr(flags), "other flags", "start every node with the same command")
+        self.precision = precision(args)
         self.corpus = corpus or self.read_text()
         self.target_count = args.batch * self.config.context
         self.draw = initialize.draw
@@ -85,13 +71,13 @@ class TrainingRank(Rank):
         return contextlib.nullcontext()
 
     def read_text(self):
-        """Refuses to go on if a rank can't read the text, or reads another one."""
+        """Refuses to go on if a rank has other flags, or can't read the text, or reads another."""
         args, corpus, problem = self.args, None, None
+        may_differ = "data json nproc quiet log_every log_to wandb".split()
+        flags = {name: value for name, value in vars(args).items() if name not in may_differ}
+        self.same(flags, "other flags", "start every node with the same command")
         try:
-            mark = getattr(args, "documents", None)
-            corpus = data.load(args.data, args.tokenizer, vocab=self.config.vocab, mark=mark)
-            corpus.split("train", self.config.context)
-            documents.check(args, corpus)
+            corpus = text_of(args)
         except Refused as e:
             problem = str(e)
         self.agree(problem)
@@ -146,31 +132,28 @@ class TrainingRank(Rank):
         return torch.zeros((), dtype=torch.float64, device=self.device)
 
 
-def check_memory(args, world):
+def text_of(args):
+    """The Corpus that the flags ask for. Raises Refused if there is none, or not enough of it."""
+    config, mark = configure(args), getattr(args, "documents", None)
+    corpus = data.load(args.data, args.tokenizer, config.vocab, mark)
+    corpus.split("train", config.context)
+    documents.check(args, corpus)
+    return corpus
+
+
+def check_memory(args):
     """Refuse a model whose weights alone do not fit into this machine's memory."""
-    several_nodes = "RANK" in os.environ and os.environ.get("LOCAL_WORLD_SIZE") != str(world)
-    if several_nodes or (args.device != "cpu" and torch.cuda.device_count()):
-        return
-    config = configure(args)
-    one, two = (parameter_count(replace(config, layers=layers)) for layers in (1, 2))
-    parameters = one + (config.layers - 1) * (two - one)
-    size = parameters * DTYPES[args.dtype].itemsize
+    size = parameter_count(configure(args)) * DTYPES[args.dtype].itemsize
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if size > memory:
-        needed = f"{parameters:,} parameters take {size / 1e9:,.0f} GB or more"
-        there = f"this machine has {memory / 1e9:,.0f} GB of memory"
-        raise Refused(f"{needed}, and {there}: choose a smaller --preset, --width or --layers")
+    if args.device == "cpu" and size > memory:
+        problem = f"the weights take {size / 1e9:,.0f} GB, this machine has {memory / 1e9:,.0f} GB"
+        raise Refused(f"{problem}: choose a smaller --preset, --width or --layers")
 
 
-def precision(args, device):
-    """A name in proof/tolerance.py. With --tf32, round the factors of float32 products to TF32."""
+def precision(args):
+    """A name in proof/tolerance.py."""
     names = {getattr(args, name, None) for name in ("dtype", "param_dtype", "reduce_dtype")}
     name = max(names - {None}, key=lambda name: torch.finfo(DTYPES[name]).eps)
-    if getattr(args, "tf32", False):
-        if device.type != "cuda" or name != "float32":
-            raise Refused("--tf32 is for float32 on GPUs: leave it out")
-        torch.set_float32_matmul_precision("high")
-        return "tf32"
     if name == "float32" and getattr(args, "outer_bits", None):
         return "float32, few bits"
     return name

@@ -7,7 +7,6 @@ stands in missing.py.
 
 import contextlib
 import datetime
-import errno
 import importlib
 import math
 import os
@@ -21,11 +20,11 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from harness import host_messages, missing, signals
+from harness.files import check_file
 from harness.flags import flag_of
 from harness.joining import Launched, join, launched
 from harness.missing import LOST, PATIENCE
-from harness.outputs import check_file
-from harness.rank import Rank, check_memory
+from harness.rank import Rank, check_memory, text_of
 from harness.refusal import Refused, finish, refuse, refusing, say
 
 # CUDA reads this when it starts. In fewer hardware queues than streams a message would wait behind
@@ -47,16 +46,13 @@ def launch(demo, args, needed=None, check=lambda world: None, make=Rank):
 
     This joins the ranks that a launcher has started, such as torchrun. If there are none, or one
     and more are needed, this starts them on this machine."""
-    signals.end_by_sentence()
-    unsaved = getattr(args, "out", "") is None
-    signals.unsaved = ": nothing was saved, --out FOLDER saves" if unsaved else ""
     if "LAUNCHER" in os.environ:
         end_with_launcher()
     elif "TORCHELASTIC_RUN_ID" in os.environ:  # the parent is torchrun's agent
         signals.die_with_parent(signal.SIGTERM)
     joined = launched()
     me, gpus = joined or Launched(), choose_devices(args)
-    usual = min(4, gpus) if args.backend == "nccl" else 4
+    usual = min(4, gpus or 4) if args.backend == "nccl" else 4
     world = needed or (me.world if joined else args.nproc or usual)
     needs = f"this layout needs {world} processes"
     if args.nproc and needed not in (None, args.nproc):
@@ -64,21 +60,21 @@ def launch(demo, args, needed=None, check=lambda world: None, make=Rank):
     if me.world == 1 and world > MOST:
         raise Refused(f"{world:,} ranks are too many for one machine: use at most {MOST:,}")
     if hasattr(args, "layers"):
-        check_memory(args, world)
+        check_memory(args)
     with refusing():
         check(world)
     for name in ("json", "log_to"):
         if getattr(args, name, None):
             check_file(flag_of(name), getattr(args, name))
-    local_world = me.local_world if me.world > 1 else world
-    one_each = gpus == 1 and "SLURM_PROCID" in os.environ  # as with srun --gpus-per-task=1
-    if args.backend == "nccl" and local_world > gpus and not one_each:
+    if args.backend == "nccl" and me.world == 1 and world > gpus:
         problem = f"{world} ranks need {world} GPUs on nccl and this machine has {gpus}"
         advice = "fewer ranks, several nodes (docs/use/run.md), or ranks that share a GPU by"
         raise Refused(f"{problem}: use {advice} --backend gloo")
 
+    text = {}
+
     def work(*rank):
-        return demo(make(args, *rank))
+        return demo(make(args, *rank, **text))
 
     if me.world == world:
         finish(one_rank(work, args))
@@ -86,6 +82,8 @@ def launch(demo, args, needed=None, check=lambda world: None, make=Rank):
         script = " ".join([os.path.basename(sys.argv[0]), *sys.argv[1:]])
         command = f"torchrun --nproc_per_node={world} {script}"
         raise Refused(f"{needs} and {me.world} were started: {command}")
+    if can_fork() and hasattr(args, "data"):
+        text["corpus"] = text_of(args)  # once: forked ranks share its memory
     if not args.quiet:
         say(f"starting {world} processes")
     finish(start_ranks(lambda: one_rank(work, args), world))
@@ -98,8 +96,6 @@ def choose_devices(args):
         args.device = "cuda" if gpus > 0 else "cpu"
     if args.backend is None:
         args.backend = "nccl" if args.device == "cuda" else "gloo"
-    if args.device == "cpu" and args.backend == "nccl":
-        raise Refused("--backend nccl needs GPUs: use --backend gloo")
     if args.device == "cuda" and gpus == 0:
         raise Refused("--device cuda, but no GPU is visible here: use --device cpu")
     return gpus
@@ -178,7 +174,7 @@ def verdict(codes, stopped_by, world):
     all ranks returned 0; 128 and the signal's number if it was interrupted; 2 if a rank refused."""
     failures = {code for code in codes.values() if code}
     if stopped_by and (failures or len(codes) < world):
-        say(f"interrupted by {signal.Signals(stopped_by).name}{signals.unsaved}")
+        say(f"interrupted by {signal.Signals(stopped_by).name}")
         return 128 + stopped_by
     killed = {rank: signal.Signals(-code).name for rank, code in codes.items() if code < 0}
     if killed:
@@ -215,7 +211,7 @@ def one_rank(work, args):
         device = torch.device("cpu")
         if args.device == "cuda":
             device = torch.device("cuda", me.local_rank % torch.cuda.device_count())
-            set_device(device)
+            torch.cuda.set_device(device)
             if args.backend == "gloo":
                 host_messages.install()
         store = join(me, seconds)
@@ -245,15 +241,6 @@ def one_rank(work, args):
         return missing.failed(e, store, me.rank)
 
 
-def set_device(device):
-    """Begin to use a GPU. It is counted even if the driver is too old for this torch."""
-    try:
-        torch.cuda.set_device(device)
-    except (RuntimeError, AssertionError) as e:
-        reason = str(e).split(". ")[0]
-        raise Refused(f"{device} can't be used ({reason}): --device cpu does without") from e
-
-
 def share_cores(local_world, backend):
     """Divide this machine's cores among its ranks."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -266,20 +253,10 @@ def share_cores(local_world, backend):
 
 def script(main):
     """Call a script's main(). A refusal is one sentence and exit code 2."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed, as by >&-
-            setattr(sys, name, open(os.devnull, "w"))
-    rank = os.environ.get("RANK", "0")
+    signals.end_by_sentence()
     try:
         main()
     except Refused as e:
-        finish(refuse(e, int(rank) if rank.isdecimal() else e.speaker))
-    except KeyboardInterrupt:
-        signals.interrupted(signal.SIGINT, None)
+        finish(refuse(e, int(os.environ.get("RANK", e.speaker))))
     except BrokenPipeError:
         finish(NOBODY_READS)
-    except OSError as e:
-        if e.errno != errno.ENOSPC:
-            raise
-        say("what it prints finds no room: the disk is full")
-        finish(1)

@@ -14,13 +14,16 @@ All encodings have tiktoken's n_vocab, encode_ordinary and decode; and besides
 
 import functools
 import hashlib
+import os
 import pathlib
 
 import numpy as np
 import tiktoken
 
-from harness import inputs
+from harness.files import read_json
 from harness.refusal import Refused, refusing
+
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # else the library warns of each fork
 
 
 class Bytes:
@@ -118,10 +121,8 @@ def read_tokenizer(file):
     try:
         from tokenizers import Tokenizer
 
-        content = inputs.read(file)
+        content = file.read_bytes()
         tokenizer = Tokenizer.from_str(content.decode())
-    except ImportError as e:
-        raise Refused(f"--tokenizer {file.parent} needs a library: pip install tokenizers") from e
     except Exception as e:  # the library raises plain Exceptions
         advice = "give bytes, gpt2, or a folder with a tokenizer.json"
         raise Refused(f"--tokenizer: {file} can't be read ({e}): {advice}") from e
@@ -135,7 +136,7 @@ def eos_ids(folder, ids):
     found = []
     for name in ("tokenizer_config.json", "config.json", "generation_config.json"):
         file = folder / name
-        settings = inputs.read_json(file) if file.is_file() else {}
+        settings = read_json(file) if file.is_file() else {}
         named, eos = settings.get("eos_token"), settings.get("eos_token_id")
         if isinstance(named, dict):
             named = named.get("content")

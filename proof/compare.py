@@ -16,9 +16,10 @@ the two precisions.
 
 import json
 import os
+import pathlib
 import sys
 
-from harness import Refused, inputs, script
+from harness import Refused, script
 from harness.flags import Parser, real
 from proof.differences import WORDS, Recording, differences, explain, limits_of, sizes_of
 from proof.tolerance import FLOOR, TOLERANCE
@@ -71,7 +72,7 @@ def load(path):
     """A Recording. Refuses what is none."""
     file = os.path.join(path, "record.jsonl") if os.path.isdir(path) else path
     try:
-        facts, *lines = [json.loads(line) for line in inputs.read(file).splitlines()]
+        facts, *lines = [json.loads(line) for line in pathlib.Path(file).read_bytes().splitlines()]
         recording = Recording(path, facts | {"dtype": str(facts["dtype"])}, {})
         for line in lines:
             recording.lines[line["step"]] = line

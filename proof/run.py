@@ -81,7 +81,7 @@ class Run(rank.TrainingRank):
             if self.step + 1 == self.proven:
                 # A step that any rank left out (an island may do so alone) is in no reference
                 left_out = any(row["loss"] is None for row in self.history)
-                if not self.any(left_out):
+                if not any(self.gather(left_out)):
                     reference = reference or one_process.OneProcess()
                     steps = "step 1" if self.proven == 1 else f"steps 1 to {self.proven}"
                     self.print(f"now {steps} on one process, to compare")

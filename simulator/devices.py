@@ -3,7 +3,7 @@
 import math
 from typing import NamedTuple
 
-from harness import Refused, outputs
+from harness import Refused, short
 from receipts import expert_parallel as experts
 
 
@@ -69,7 +69,7 @@ def cluster_of(args):
         device = DEVICES.get(name.lower()) or described(name)
     except ValueError:
         hint = "NAME=80GB,989TFLOP/s,3.35TB/s: memory, dense bf16 rate, memory bandwidth"
-        what = f"--gpu {outputs.short(name)} is not known: choose one of {', '.join(DEVICES)}"
+        what = f"--gpu {short(name)} is not known: choose one of {', '.join(DEVICES)}"
         raise Refused(f"{what}, or {hint}, and perhaps a limit of its power, as ,70%") from None
     if args.matmul and args.matmul > device.flops:
         more = f"--matmul {args.matmul / 1e12:g}TFLOP/s is more than the device can do"

@@ -203,7 +203,6 @@ def text(tmp_path_factory):
 
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text("".join(chr(97 + data.hash64(1, i) % 26) + " " * (i % 3) for i in range(4000)))
-    data.load(path)
     return str(path)
 
 

@@ -1,12 +1,12 @@
 """data.py: the text, the tokens, and batches that are a pure function of seed and step."""
 
-import os
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+import train
 from harness import Refused, data, documents
 
 
@@ -17,8 +17,8 @@ def text(tmp_path):
     return path
 
 
-def test_bytes_are_tokens(text, tmp_path):
-    corpus = data.load(text, folder=tmp_path)
+def test_bytes_are_tokens(text):
+    corpus = data.load(text)
     raw = text.read_bytes()
     assert corpus.tokens.tolist() == [*raw, 256]
     assert corpus.encoding.decode(corpus.tokens[:-1].tolist()).encode() == raw
@@ -38,7 +38,7 @@ def test_folder_is_read_in_order(tmp_path):
     (folder / "b" / "2.txt").write_text("two")
     (folder / "a.txt").write_text("one")
     (folder / "picture.png").write_bytes(b"\x89PNG\0\xff")
-    corpus = data.load(folder, folder=tmp_path)
+    corpus = data.load(folder)
     assert bytes(t for t in corpus.tokens if t < 256) == b"onetwo"
 
 
@@ -57,7 +57,7 @@ def test_documents(tmp_path):
         (folder, "|", [a, b, end, c, end, d, end]),
         (marked, "|", [a, b, end, c, end, d, end]),
     ):
-        corpus = data.load(source, folder=tmp_path, mark=mark)
+        corpus = data.load(source, mark=mark)
         assert corpus.tokens.tolist() == expected
         documents.check(args, corpus)
     rows = torch.tensor([corpus.tokens[1:5].tolist(), corpus.tokens[2:6].tolist()])
@@ -71,8 +71,8 @@ def test_documents(tmp_path):
         documents.check(SimpleNamespace(documents="7", tokenizer="none"), corpus)
 
 
-def test_batch_is_a_function_of_seed_and_step(text, tmp_path):
-    corpus = data.load(text, folder=tmp_path)
+def test_batch_is_a_function_of_seed_and_step(text):
+    corpus = data.load(text)
     tokens, targets, samples = corpus.batch(3, range(8), 16, seed=5)
     assert tokens.shape == targets.shape == (8, 16) and tokens.dtype == torch.int64
     assert torch.equal(tokens[:, 1:], targets[:, :-1])
@@ -91,8 +91,8 @@ def test_batch_is_a_function_of_seed_and_step(text, tmp_path):
     assert torch.cat(ids).unique().numel() == 20 * 2 * 2 * 8
 
 
-def test_batches_reach_all_of_the_text(text, tmp_path):
-    corpus = data.load(text, folder=tmp_path)
+def test_batches_reach_all_of_the_text(text):
+    corpus = data.load(text)
     train, val = corpus.split("train", 16), corpus.split("val", 16)
     assert len(train) + len(val) == len(corpus.tokens)
     assert abs(len(val) - len(corpus.tokens) / 10) < 18
@@ -102,35 +102,76 @@ def test_batches_reach_all_of_the_text(text, tmp_path):
     assert abs(starts.mean() / (len(train) - 16) - 0.5) < 0.02
 
 
-def test_a_cache_that_was_cut_off_is_made_again(text, tmp_path):
-    whole = data.load(text, folder=tmp_path).tokens.tolist()
-    [cache] = tmp_path.glob("*.npy")
-    good = cache.read_bytes()
-    for bad in (good[:50], good[:-10], b"", b"junk" * 100):
-        cache.write_bytes(bad)
-        assert data.load(text, folder=tmp_path).tokens.tolist() == whole
+# --- ready-made tokens
+
+TOKENS = np.array([data.hash64(7, i) % 300 for i in range(5000)])
+# As llm.c writes them: 256 numbers of four bytes go before
+LLM_C = np.append(np.array([20240520, 1, 5000, *[0] * 253], np.int32).view(np.uint16), TOKENS)
 
 
-def test_changed_text_is_tokenised_again(text, tmp_path):
-    before = data.load(text, folder=tmp_path)
-    text.write_text("something else, long enough to be a text of its own")
-    after = data.load(text, folder=tmp_path)
-    assert after.digest != before.digest and after.tokens[0] == ord("s")
+def write(path, tokens=TOKENS, dtype=np.uint16):
+    path.write_bytes(tokens.astype(dtype).tobytes())
+    return path
 
 
-def test_eight_ranks_start_at_once(text, tmp_path, ranks):
-    digests = ranks(8, lambda rank: data.load(text, folder=tmp_path).digest)
-    assert len(set(digests)) == 1 and len(list(tmp_path.glob("*.npy"))) == 1
+def load(path, vocab=300):
+    return data.load(path, "none", vocab)
 
 
-def test_a_read_only_clone_has_its_cache_elsewhere(text, tmp_path, monkeypatch):
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    (tmp_path / "data").write_text("no folder")
-    monkeypatch.setattr(data, "__file__", str(tmp_path / "harness" / "data.py"))
-    monkeypatch.setattr(data.tempfile, "tempdir", str(temporary))
-    for _ in range(2):
-        assert data.load(text).tokens[:3].tolist() == [*b"It "]
-    [folder] = temporary.iterdir()
-    assert folder.name == f"tokens-{os.getuid()}" and folder.stat().st_mode & 0o777 == 0o700
-    assert len(list(folder.glob("*.npy"))) == 1
+def test_dtype_of_a_bare_file_follows_the_vocabulary(tmp_path):
+    small, large = write(tmp_path / "a.bin"), write(tmp_path / "b.bin", dtype=np.uint32)
+    for corpus in (load(small), load(large, 128256)):
+        assert isinstance(corpus.tokens, np.memmap) and corpus.tokens.tolist() == TOKENS.tolist()
+    windows, targets, _ = load(small).batch(0, range(4), 16, seed=1)
+    assert (windows[:, 1:] == targets[:, :-1]).all() and windows.max() < 300
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int64])
+def test_npy_says_its_dtype_itself(tmp_path, dtype):
+    np.save(tmp_path / "a.npy", TOKENS.astype(dtype))
+    tokens = load(tmp_path / "a.npy").tokens
+    assert isinstance(tokens, np.memmap) and tokens.dtype == dtype
+    assert tokens.tolist() == TOKENS.tolist()
+
+
+def test_a_folder_with_both_splits(tmp_path):
+    write(tmp_path / "train.bin", TOKENS[:4000])
+    held_out = write(tmp_path / "val.bin", TOKENS[4000:4030])
+    corpus = load(tmp_path)
+    assert corpus.split("train", 16).tolist() == TOKENS[:4000].tolist()
+    assert corpus.split("val", 16).tolist() == TOKENS[4000:4030].tolist()
+    with pytest.raises(Refused, match="the val split .* 30 tokens.* needs 33"):
+        corpus.split("val", 32)
+    held_out.unlink()
+    assert len(load(tmp_path).split("val", 16)) == 400  # the last tenth
+
+
+@pytest.mark.parametrize(
+    "name, make, words",
+    [
+        ("a.bin", lambda p: write(p, TOKENS + 100), "has token 3.. .* is 300: give --vocab 3.. or"),
+        ("a.bin", lambda p: write(p, dtype=np.uint32), "as if each took four bytes: write uint16"),
+        ("a.bin", lambda p: p.write_bytes(b"\1\0\1"), "not a multiple of the data-type size"),
+        ("a.bin", lambda p: p.write_bytes(b""), "can't be used .*empty"),
+        ("a.bin", lambda p: None, "No such file"),
+        ("a.bin", lambda p: write(p, LLM_C), "has token 55432 .* is 300"),
+        ("a.npy", lambda p: np.save(p, TOKENS.reshape(2, -1)), r"int64 of shape \(2, 2500\)"),
+        ("a.npy", lambda p: np.save(p, -TOKENS), "has token -"),
+        ("a.npy", lambda p: p.write_bytes(b"\x93NUMPY\1\0junk"), "can't be used"),
+    ],
+)
+def test_bad_files_are_one_sentence(tmp_path, name, make, words):
+    make(tmp_path / name)
+    with pytest.raises(Refused, match=words) as error:
+        load(tmp_path / name)
+    assert "\n" not in str(error.value)
+
+
+def test_a_run_without_a_tokenizer(tmp_path):
+    path = write(tmp_path / "a.bin")
+    args = train.flags().parse_args(["--data", str(path)])
+    with pytest.raises(Refused, match="none needs --vocab"):
+        train.prepare(args)
+    args.vocab = 300
+    args, config = train.prepare(args)
+    assert args.tokenizer == "none" and config.vocab == 300 and args.sample == 0

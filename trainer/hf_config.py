@@ -14,7 +14,7 @@ import math
 import pathlib
 from dataclasses import asdict, dataclass
 
-from harness import inputs
+from harness import read_json
 from model import Config
 
 # Fields of model.Config, and what config.json calls them: (GPT-2's; Llama's and those after it)
@@ -78,7 +78,7 @@ def read(folder, context=None):
     sequence to be trained, if it is known. Raises ValueError, in one sentence, for what is missing,
     or not what our model does."""
     path = pathlib.Path(folder) / "config.json"
-    content = inputs.read_json(path)
+    content = read_json(path)
     try:
         return translate(content, context)
     except KeyError as e:

@@ -28,7 +28,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 import harness
-from harness import Refused, inputs, outputs, presets
+from harness import Refused, check_folder, presets, read_json
 from trainer import checkpoint, hf_config, saving, tokenizer
 
 CONTEXT = 1024  # the default of --context is at most this
@@ -75,7 +75,7 @@ def check(args, config):
             hf_config.write(config)
     if not args.export:
         return
-    outputs.check_folder("--export", args.export)
+    check_folder("--export", args.export)
     found = model_in(args.export)
     if found and not saving.may_restart():  # else it may be this run's own
         there = f"a model already ({found[0].name})"
@@ -190,7 +190,7 @@ def files_of(folder):
     index = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").exists() or not index.exists():
         return ["model.safetensors"]
-    return sorted(set(inputs.read_json(index).get("weight_map", {}).values()))
+    return sorted(set(read_json(index).get("weight_map", {}).values()))
 
 
 class Folder:
@@ -205,7 +205,6 @@ class Folder:
         self.files = {}  # {tensor's name: (its open file, its name there)}
         for name in files_of(self.folder):
             try:
-                inputs.check(self.folder / name)
                 file = safe_open(self.folder / name, framework="pt")
             except (OSError, SafetensorError) as e:
                 reason = getattr(e, "strerror", None) or e
@@ -298,7 +297,7 @@ def write(folder, config, tensors, dtype=None, source=None, fields=(), files=())
     --init-from loads anything: so an old model's goes first, and the new one comes last, when all
     else is on the disk. Raises OSError, and ValueError for a model of no known family."""
     if source:
-        content = inputs.read_json(pathlib.Path(source) / "config.json")
+        content = read_json(pathlib.Path(source) / "config.json")
         content.pop("quantization_config", None)  # null: these weights are plain
         if "max_position_embeddings" in content:  # rotary: --context may be longer
             longest = max(config.context, content["max_position_embeddings"])

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
-from harness import Refused, flags, outputs
+from harness import Refused, check_folder, flags
 from harness.placement import placement
 from harness.presets import parameter_shapes
 from proof import diagnosis
@@ -43,7 +43,7 @@ def check(args):
     if os.path.exists(path):
         advice = "remove it, or give another folder"
         raise Refused(f"--record {args.record} has a recording: {advice}")
-    outputs.check_folder("--record", args.record)
+    check_folder("--record", args.record)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 import harness
-from harness import Refused, data, documents, outputs, tokens
+from harness import Refused, data, documents, short, tokens
 
 
 def add_flags(parser):
@@ -42,7 +42,7 @@ def show_untrained(runner, first):
     args = runner.run.args
     # Blocks that are compiled for a sample's lengths would make the steps slower
     if first == 0 and args.sample and not args.compile:
-        text = outputs.short(repr(generate(runner, min(args.sample, 40))), 100)
+        text = short(repr(generate(runner, min(args.sample, 40))), 100)
         runner.run.print(f"before step 1 the model writes {text}")
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import harness
-from harness import Refused, outputs, say
+from harness import Refused, check_folder, say
 from trainer import checkpoint
 
 # Fields of model.Config that may change from run to run
@@ -37,7 +37,7 @@ def check(args):
         raise Refused("--save-every and --resume need --out, the folder of the checkpoints")
     if not args.out or args.only_sample:
         return
-    outputs.check_folder("--out", args.out)
+    check_folder("--out", args.out)
     steps = [checkpoint.step_of(name) for name in checkpoint.checkpoints_in(args.out)]
     if any(step is not None for step in steps) and not args.resume and not may_restart():
         advice = "--resume goes on from the newest, or give another folder"

@@ -2,7 +2,7 @@
 
 import pathlib
 
-from harness import ready_made
+from harness import data
 from harness.refusal import Refused
 
 # What a Hugging Face folder has beside config.json and the weights
@@ -18,7 +18,7 @@ def choose(args):
         return args.tokenizer or "bytes"
     if args.init_from and (pathlib.Path(args.init_from) / "tokenizer.json").is_file():
         return args.init_from
-    if ready_made.files_of(args.data):
+    if data.ready_made(args.data):
         return "none"
     if args.init_from:
         raise Refused(

@@ -8,7 +8,7 @@ import json
 import torch
 
 import harness
-from harness import Refused, flags, outputs, say
+from harness import Refused, check_folder, flags, say
 from receipts import pipeline as schedules
 from receipts.formulas import flops_per_token
 
@@ -29,7 +29,7 @@ def add_flags(parser):
 def check(args):
     """Refuse what can't be written."""
     if args.profile_to:
-        outputs.check_folder("--profile-to", args.profile_to)
+        check_folder("--profile-to", args.profile_to)
     if args.wandb and not importlib.util.find_spec("wandb"):
         raise Refused("--wandb needs a package: pip install wandb")
 
@@ -64,7 +64,6 @@ PEAKS = {
     "NVIDIA GH200": 989e12,
     "NVIDIA B200": 2250e12,
 }
-SHARES = {"bfloat16": 1.0, "tf32": 0.5}  # of 16 bits' rate
 
 
 def peak():
@@ -76,11 +75,10 @@ def peak():
 def mfu(run):
     """A function of tokens/s that gives the part of the devices' peak that the model's own
     arithmetic uses. None on a device whose peak is not known, and in float32 and float64."""
-    if run.device.type != "cuda" or run.precision not in SHARES or peak() is None:
+    if run.device.type != "cuda" or run.precision != "bfloat16" or peak() is None:
         return None
-    rate = SHARES[run.precision] * peak()
     ranks = run.world // run.args.islands  # an island logs its own tokens
-    return lambda tokens_per_s: tokens_per_s * flops_per_token(run.config) / (rate * ranks)
+    return lambda tokens_per_s: tokens_per_s * flops_per_token(run.config) / (peak() * ranks)
 
 
 # --- traces
