@@ -22,7 +22,7 @@ Backward  Autograd runs as usual. Hooks copy each gradient into its bucket, the 
 Use       Stage 1 costs nothing over DDP; never with Muon, which needs whole matrices. With one
           micro-batch stage 2 costs nothing either; with more take it where gradients don't fit.
 
-    torchrun --nproc_per_node=4 zero.py --stage 2           python zero.py --stage 1
+    torchrun --nproc_per_node=4 zero.py --stage 2               python zero.py --fit
 
 Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054.
 """
@@ -699,12 +699,15 @@ def flags():
     why = "split: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too: fsdp.py"
     g.add_argument("--stage", type=int, choices=range(4), default=2, help=why)
     zero_flags.add_flags(g, bucket_mb=0.5, ranks_flag="--shard-ranks")
-    harness.flags.gone(g, "--fit", "docs/learn/memory.md has what fits")
+    why = "train nothing: the largest model that fits 80 GB on 64 ranks, in each stage"
+    g.add_argument("--fit", action="store_true", help=why)
     return parser
 
 
 def main():
     args = flags().parse_args()
+    if args.fit:
+        return receipts.zero.fit()
     harness.configure(args)
     proof.launch(demo, args, check=functools.partial(zero_flags.check_world, args))
 

@@ -222,3 +222,12 @@ def of_demo(run):
         text = "all units" if args.keep_gathered else "the largest two units that follow each other"
         held["gathered_peak"] = peak * sizes.e, text, run.ledger.gathered_peak
     return layout, sent, held
+
+
+def fit(memory=80e9, ranks=64):
+    """Print for each stage the largest model whose states fit, by the formulas."""
+    print(f"{memory / 1e9:.0f} GB a rank, {ranks} ranks, bf16 with Adam in fp32")
+    for stage in range(4):
+        each = sum(model_states(stage, ranks))
+        largest = memory / each / 1e9
+        print(f"  stage {stage}: {each:7.4g} bytes a parameter, at most {largest:.1f} B parameters")

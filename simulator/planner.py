@@ -42,12 +42,15 @@ def plan(args, cluster, prepare, train):
         zero_flags.check_ranks("--zero-ranks", args.zero_ranks, gpus, f"{gpus:,} devices", 1)
     if len(args.gpus) > 1:
         return scaling(args, cluster, prepare, train)
-    report.print_plan(*search(args, args.gpus[0], cluster, prepare, train), cluster)
+    config, pieces, tried, rows = search(args, args.gpus[0], cluster, prepare, train)
+    report.print_plan(config, rows, cluster)
+    print("\n  what would change the answer, by formulas:")
+    print("\n".join(what_would_change(tried, rows[0], config, cluster, pieces)))
 
 
 def search(args, gpus, cluster, prepare, train):
-    """(Config, the Candidates that were played and fit), the safe ones first, and of these the
-    fastest."""
+    """(Config, pieces, all Candidates by formulas, those that were played and fit), the safe ones
+    first, and of these the fastest."""
     args, alone = copy.copy(args), copy.copy(args)
     if args.param_dtype is None and args.dtype == "float32" and args.optimizer != "muon":
         alone.param_dtype = "bfloat16"
@@ -81,7 +84,7 @@ def search(args, gpus, cluster, prepare, train):
     # Of those that are too full only the faster ones say something
     if rows[0].safe:
         rows = [one for one in rows if one.safe or one.step.seconds < rows[0].step.seconds]
-    return config, rows
+    return config, pieces, tried, rows
 
 
 def by_formulas(args, config, cluster, pieces):
@@ -123,12 +126,45 @@ def play_best(fitting, config, cluster, prepare, train):
     return candidates
 
 
+def what_would_change(tried, best, config, cluster, pieces):
+    """Lines: the best layout with more memory, slower links or a larger batch, by formulas."""
+
+    def formulas(args, links=cluster):
+        return by_formulas(args, config, links, pieces)
+
+    here = formulas(best.args).step.seconds
+
+    def answer(name, own, others, batches=1):
+        """own: the best layout, so changed. Formulas can't tell less than 2% from nothing."""
+        first = min(others, key=lambda one: one.step.seconds)
+        if first.step.seconds > 0.98 * own.step.seconds:
+            first = own
+        words = layouts.words(first.args)
+        words = "the same layout" if words == layouts.words(best.args) else words
+        gain = round(100 * (batches * here / first.step.seconds - 1)) + 0.0
+        return f"    {name}: {words}, {gain:+.0f}% tokens/s"
+
+    larger = [one for one in tried if one.full <= 2 * (1 - HEADROOM)]
+    found = [answer("twice the memory", formulas(best.args), larger)]
+    few = [one.args for one in tried if one.full <= 1 - HEADROOM][:400]
+    if report.device_count(best.args) > cluster.node:
+        slow = cluster._replace(inter=cluster.inter / 4)
+        again = [formulas(args, slow) for args in few]
+        found.append(answer("a quarter of --inter", formulas(best.args, slow), again))
+    twice = []
+    for args in (best.args, *few):
+        args = copy.copy(args)
+        args.batch, args.microbatches = 2 * args.batch, 2 * args.microbatches
+        twice.append(formulas(args))
+    return [*found, answer("twice the batch", twice[0], twice, 2)]
+
+
 def scaling(args, cluster, prepare, train):
     """Print the best safe layout of each number of devices, or why there is none."""
     best = {}
     for gpus in args.gpus:
         try:
-            config, [first, *_] = search(args, gpus, cluster, prepare, train)
+            config, _, _, [first, *_] = search(args, gpus, cluster, prepare, train)
             full = f"too full: the fastest layout takes {first.full:.1%} of the memory"
             best[gpus] = first if first.safe else full
         except Refused as problem:

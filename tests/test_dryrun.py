@@ -281,7 +281,7 @@ def test_plan(capsys):
     safe = [row for row in rows if float(row[6].rstrip("%")) <= 95]
     times = [float(row[1]) for row in safe]
     assert len(rows) >= 5 and times == sorted(times) and times[0] == float(rows[0][1])
-    assert rows[0][8] == "days"
+    assert rows[0][8] == "days" and out.count("% tokens/s") == 3
     assert "parameters in bfloat16, gradients summed in bfloat16, 64 x 4,096 " in out
     commands = re.findall(r"train\.py (.*)", out)
     assert len(commands) == len(rows) and "--steps 3814698" in commands[0]

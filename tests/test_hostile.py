@@ -18,7 +18,7 @@ from trainer import checkpoint, pretrained, tracking
 
 NUMBERS = ["0", "-1", "1", "3", "1e308", "nan", "inf", "1" + "0" * 8, "9" * 5000]
 TEXTS = ["/dev/full", "pipe", "folder", "x" * 5000, "folder/" + "ä" * 127, "\udcff", "="]
-MODES = ("--plan", "--dry-run", "--compare")
+MODES = ("--plan", "--dry-run", "--compare", "--fit")
 SIZES = ("--batch", "--layers", "--width", "--microbatches", "--nproc", "--seed")
 
 
@@ -33,7 +33,7 @@ def end(*_, **__):
 @pytest.fixture
 def nothing_starts(monkeypatch, tmp_path):
     """Scripts go as far as their checks: no rank, no other process, no simulation, no picture."""
-    from receipts import pipeline
+    from receipts import pipeline, zero
     from simulator import command, dryrun, layouts
 
     monkeypatch.chdir(tmp_path)
@@ -42,6 +42,7 @@ def nothing_starts(monkeypatch, tmp_path):
         (start, "start_ranks"),
         (command, "play_all"),
         (dryrun, "play_brief"),
+        (zero, "fit"),
         (pipeline, "simulate"),
     ):
         monkeypatch.setattr(module, name, end)

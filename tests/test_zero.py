@@ -328,6 +328,12 @@ def test_the_formulas_of_bytes_are_the_papers():
         }
 
 
+def test_fit(capsys):
+    zero_bytes.fit()
+    _, *rows = capsys.readouterr().out.splitlines()
+    assert [row.split()[-3] for row in rows] == ["5.0", "19.1", "36.1", "320.0"]
+
+
 # --- the pieces it is made of
 
 
