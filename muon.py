@@ -422,19 +422,19 @@ def counted_buckets(muon, pipeline_group):
     cut_groups = next(filter(None, cuts), ())
     for bucket in muon.buckets:
         groups = bucket.group, *(bucket.cut_groups or cut_groups)
+        outers = groups if pipeline_group is None else (*groups, pipeline_group)
         # Ranks that have added up their gradients have the same part
-        copies = [] if bucket.cut_groups else [*cut_groups]
-        for group in bucket.partial:
-            if any(is_within(group, outer) for outer in (*groups, pipeline_group)):
-                copies.append(group)
+        copies = [group for group in bucket.partial if is_within(group, outers)]
+        if not bucket.cut_groups:
+            copies += cut_groups
         is_first = all(dist.get_rank(group) == 0 for group in copies)
         yield groups, bucket.own_gradient if is_first else bucket.own_gradient[:0]
 
 
-def is_within(inner, outer):
-    if inner is None or outer is None:
-        return False
-    return set(dist.get_process_group_ranks(inner)) <= set(dist.get_process_group_ranks(outer))
+def is_within(inner, outers):
+    """Whether the ranks of a group are among those of one of the others."""
+    ranks = set(dist.get_process_group_ranks(inner))
+    return any(ranks.issubset(dist.get_process_group_ranks(outer)) for outer in outers)
 
 
 def sum_over(groups, tensor):

@@ -29,7 +29,7 @@ Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054.
 
 import contextlib
 import functools
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
@@ -591,28 +591,30 @@ def counted_parts(zero, pipeline_group):
     """Of each parameter: (the groups over which the norm adds up its parts, this rank's part of the
     gradient). Of ranks with the same part the first counts it, the others get an empty one."""
     # Where some parameters are cut, whole ones are replicated. (Experts have their own data group)
-    whole = (p for p in zero.model.parameters() if not placed(p, "data", None))
-    cut_groups = next(filter(None, map(groups_cutting, whole)), [])
+    usual = (b.parameters for b in zero.buckets if b.place.data is zero.group)
+    cut_groups = next(filter(None, map(groups_cutting, chain.from_iterable(usual))), [])
     for bucket in zero.trainable:
         place = bucket.place
+        # Ranks that have added up their gradients have the same part
+        summed = [*place.partial] if place.across is None else [place.across, *place.partial]
         for i, p in enumerate(bucket.parameters):
-            groups = groups_cutting(p) or cut_groups
+            cuts = groups_cutting(p)
+            groups = cuts or cut_groups
             if zero.stage > 0:
                 groups = [place.data, *groups]
-            # Ranks that have added up their gradients have the same part
-            copies = [] if groups_cutting(p) else [*cut_groups]
-            for group in place.across, *place.partial:
-                if any(is_within(group, outer) for outer in [*groups, pipeline_group]):
-                    copies.append(group)
-            part = bucket.part_of(i, bucket.gradient_shard)
+            outers = groups if pipeline_group is None else [*groups, pipeline_group]
+            copies = [group for group in summed if is_within(group, outers)]
+            if not cuts:
+                copies += cut_groups
             is_first = all(dist.get_rank(group) == 0 for group in copies)
+            part = bucket.part_of(i, bucket.gradient_shard)
             yield tuple(groups), part if is_first else part[:0]
 
 
-def is_within(inner, outer):
-    if inner is None or outer is None:
-        return False
-    return set(dist.get_process_group_ranks(inner)) <= set(dist.get_process_group_ranks(outer))
+def is_within(inner, outers):
+    """Whether the ranks of a group are among those of one of the others."""
+    ranks = set(dist.get_process_group_ranks(inner))
+    return any(ranks.issubset(dist.get_process_group_ranks(outer)) for outer in outers)
 
 
 def sum_over(groups, tensor):

@@ -368,7 +368,7 @@ all shards equal: harness.placement:placement
     "placement", {}) -> "placement", {}) | first_cuts(parameter)
     sgd --tp 2 -> step 1, forward: the output of blocks.0 on all ->
 shared kv-heads counted twice: zero:counted_parts
-    place.across, *place.partial -> (place.across,)
+    [*place.partial] if -> [] if
     grouped --tp 4 --zero 1 -> step 1, the norm ->
 gradients of keys never come home: context_parallel:DirectBuffer.receive
     += self.incoming -> += 0
