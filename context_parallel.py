@@ -355,15 +355,15 @@ class DirectBuffer:
         source = self.tensor if self.home else self.own
         self.arriving = self.to_receive[(rank - hops) % n]
         self.incoming = torch.empty_like(source[self.arriving])
-        sent = source[self.to_send[(rank + hops) % n]]
-        self.messages = pass_on(sent, self.incoming, self.group, hops)
+        self.sent = source[self.to_send[(rank + hops) % n]]
+        self.messages = pass_on(self.sent, self.incoming, self.group, hops)
 
     def receive(self):
         for message in self.messages:
             message.wait()
-        self.tensor = torch.zeros_like(self.own)  # for the next rank. No tile reads what stays 0
+        self.tensor = torch.zeros_like(self.own)  # of the next rank
         if not self.home:
-            self.tensor[self.arriving] = self.incoming
+            self.tensor[self.arriving] = self.incoming  # no tile reads what stays zero
             return
         self.own[self.arriving] += self.incoming
         if self.step == dist.get_world_size(self.group) - 1:  # all are at home
@@ -372,9 +372,9 @@ class DirectBuffer:
 
 @functools.lru_cache(maxsize=32)
 def used_keys(rank, n, length, zigzag, starts, device="cpu"):
-    """Indices into (2, B, H_kv, T', D), a list with one for each rank of the ring: this rank's keys
-    that the other's tiles use. A second list: the other's keys that this rank's tiles use. A rank's
-    tiles use a key if the rank has a later token of the key's document."""
+    """(given, taken), two lists with an entry for each rank of the ring: this rank's keys that the
+    other rank uses, and the other's keys that this one uses, as indices into (2, B, H_kv, T', D).
+    A rank uses a key if it has a later token of the key's document."""
     size, chunks = deal_chunks(length, n, zigzag, starts=starts)
     held = (torch.tensor(chunks).unsqueeze(2) * size + torch.arange(size)).flatten(1)  # (N, T')
     padding = torch.arange(starts.shape[1], length).expand(len(starts), -1)
