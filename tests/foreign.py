@@ -245,7 +245,7 @@ MODELS = {
 
 def scheduled(parameters):
     """The rate halves with each call of step()."""
-    optimizer = torch.optim.SGD(parameters, lr=0.3)
+    optimizer = torch.optim.SGD(parameters, lr=0.2, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     optimizer.register_step_post_hook(lambda *_: scheduler.step())
     return optimizer

@@ -39,8 +39,7 @@ from uses import TOPS, Layout, equals_one_process, play_alone, saliency
 TABLE = {
     "collectives": """
 3 mlp sgd data="plain"
-3 torch adamw data="{ring|recursive-doubling|halving-doubling|double-tree}"
-3 torch adamw data="{direct|server|hierarchical}"
+3 torch adamw data="{ring|hierarchical}"
 """,
     "ddp": """
 {1 mlp|2 sparse} sgd data="ddp"
@@ -48,8 +47,9 @@ TABLE = {
 """,
     # odd: not stage 3, where ranks that skip different layers gather in different orders
     "zero": """
-{3 torch adamw|2 mlp sgd|2 mlp scheduled} data="{zero 0|zero 1|zero 2|fsdp}"
-{3 odd adamw|2 odd sgd} data="zero {0|1|2}", bucket_bytes={0|1000}
+{3 torch adamw|2 mlp scheduled} data="{zero 0|zero 1|zero 2|fsdp}"
+{3 odd adamw|2 odd sgd} data="zero {0|1|2}", bucket_bytes=1000
+3 odd adamw data="zero {0|1|2}", bucket_bytes=0
 2 own adamw data="{zero 2|fsdp}", microbatches=3, {reduce_each=False|order="FFBFBB"}
 2 own adamw data="fsdp", microbatches=3, reshard=False{|, order="FFFBBB"}
 2 own adamw data="fsdp", microbatches=3, units=lambda model: {[model.blocks[0]]|[]}
@@ -75,9 +75,9 @@ TABLE = {
 4 heads {sgd|adamw} tp=4, tensor="stream"
 """,
     "context_parallel": """
-3 grouped {sgd|adamw} cp=3, context="{ring|contiguous}"
-2 grouped {sgd|adamw} cp=2, context="gather"
-4 grouped {sgd|adamw} cp=4, context="{ulysses|ring-ulysses}"
+3 grouped {sgd cp=3, context="ring"|adamw cp=3, context="contiguous"}
+2 grouped sgd cp=2, context="gather"
+4 grouped {sgd cp=4, context="ring-ulysses"|adamw cp=4, context="ulysses"}
 """,
     "pipeline": """
 2 {in-place sgd|chain adamw} pp=2, schedule="interleaved"
@@ -89,7 +89,7 @@ TABLE = {
 4 heads sgd data="{zero 2|fsdp}", pp=2, schedule="zb-h1", microbatches=4
 """,
     "dualpipe": """
-4 experts {sgd|adamw} data="{ddp|zero 2}", ep="all", pp=2, microbatches=4, DUALPIPE
+4 experts {sgd data="ddp"|adamw data="zero 2"}, ep="all", pp=2, microbatches=4, DUALPIPE
 """,
     # Uneven rows, a rank without any, a rank whose experts nobody chooses; two copies of experts
     "expert_parallel": """
@@ -592,23 +592,16 @@ def test_usage_of_two_techniques(copied, heading, model, rows):
 
 @on_top_of("collectives", 3)
 def test_usage_of_collectives(collectives):
-    """A data-parallel step, and the calls of the docstring."""
-    calls = usage(collectives.all_reduce)
+    rank = dist.get_rank()
+    names = vars(collectives) | dict(group=None, x=torch.ones(1) + rank, gradient=torch.ones(1))
+    names = run_usage(collectives.all_reduce, **names)
+    assert names["x"].tolist() == names["gradient"].tolist() == [3]
     torch.manual_seed(0)
     x, y, model = torch.randn(12, 6).double(), torch.randint(5, (12,)), nn.Linear(6, 5).double()
-    share, rank = torch.arange(12).split([6, 4, 2])[dist.get_rank()], dist.get_rank()
-    (F.cross_entropy(model(x[share]), y[share], reduction="sum") / len(y)).backward()
-    for p in model.parameters():
-        collectives.all_reduce(p.grad)
-    names = vars(collectives) | dict(group=None, x=torch.ones(1) + rank, gradient=torch.ones(1))
-    exec(calls, names)
     expected = torch.autograd.grad(F.cross_entropy(model(x), y), list(model.parameters()))
-    torch.testing.assert_close([p.grad for p in model.parameters()], list(expected))
-    assert names["x"].tolist() == names["gradient"].tolist() == [3]
-    model.zero_grad()
+    share = torch.arange(12).split([6, 4, 2])[rank]
     names |= dict(x=x[share], y=y[share], model=model, target_count=12)
-    names["cross_entropy"] = F.cross_entropy
-    names["optimizer"] = torch.optim.SGD(model.parameters())
+    names |= dict(cross_entropy=F.cross_entropy, optimizer=torch.optim.SGD(model.parameters()))
     run_usage(collectives.plain_ring_all_reduce, **names)
     torch.testing.assert_close([p.grad for p in model.parameters()], list(expected))
 

@@ -67,7 +67,6 @@ def test_a_patch_without_its_place_is_refused(run, monkeypatch, tmp_path):
     [
         ("99", "give one number from 1 to"),
         ("seven", "give one number from 1 to"),
-        ("7 8", "give one number from 1 to"),
         ("question 99", "give one number from 1 to"),
         ("7 --answer 3GB", "write question and its number first"),
         ("question 1 --answer much", "write it as 3.5GB"),
