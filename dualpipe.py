@@ -22,7 +22,7 @@ Limits    Without experts there is nothing to hide: take zb-v. Only DualPipe's s
 
     torchrun --nproc_per_node=4 dualpipe.py             python dualpipe.py --in-turns
 
-DeepSeek-V3, arXiv:2412.19437, section 3.2.1. The pairs in turns: docs/learn/pipelines.md.
+DeepSeek-V3, arXiv:2412.19437, section 3.2.1. The schedule: docs/learn/pipelines.md.
 """
 
 import functools

@@ -439,10 +439,7 @@ def reduce_tied(weight, group):
     """Sum the gradient of a weight that the ranks of a group share, such as a tied matrix on the
     first and the last stage: once a step, after the step's last pipeline.run(). Replicas that start
     equal stay equal. DDP and ZeRO can do it instead: docs/use/two-techniques.md."""
-    check_not_summed(weight, group)
     dist.all_reduce(weight.grad, group=group)
-    # Each write changes _version: while it is the same, no backward has come after the sum
-    weight.grad.summed_at = {group.group_name: weight.grad._version}
 
 
 # --- mistakes that would be silent: refused
@@ -472,13 +469,6 @@ def check_message(pipeline, action, tensor):
         raise ValueError(f"{found} for micro-batch {action.microbatch}, but {told} for all")
 
 
-def check_not_summed(weight, group):
-    """A sum twice is double."""
-    summed_at = getattr(weight.grad, "summed_at", {})
-    if summed_at.get(group.group_name) == weight.grad._version:
-        raise RuntimeError("this gradient is summed already: call reduce_tied once a step")
-
-
 # --- demo ---
 
 import harness
@@ -491,15 +481,14 @@ def main(doc=__doc__, default="1f1b"):
     """zero_bubble.py calls it with a docstring and a schedule of its own."""
     parser = harness.parser(doc, microbatches=8)
     g = parser.add_argument_group("pipeline")
-    why = f"(default: {default}) 1f1b sends and holds least; interleaved, zb-*, dualpipev wait less"
-    g.add_argument("--schedule", choices=list(zero_bubble.ALL_SCHEDULES), help=why)
-    why = "stages a rank of interleaved: they divide the bubble, multiply messages (default: 2)"
-    g.add_argument("--chunks", **harness.POSITIVE, help=why)
+    names = list(zero_bubble.ALL_SCHEDULES)
+    g.add_argument("--schedule", choices=names, help=f"(default: {default})")
+    g.add_argument("--chunks", **harness.POSITIVE, help="stages a rank of interleaved (default: 2)")
     receipts.pipeline.flags(g)
     args = parser.parse_args()
     receipts.pipeline.check(args)
     if args.compare:
-        return receipts.pipeline.compare(zero_bubble.find_schedule, args, zero_bubble.ALL_SCHEDULES)
+        return receipts.pipeline.compare(zero_bubble.find_schedule, args, names)
     args.schedule = args.schedule or default
     config = harness.configure(args)
     harness.check_batch(args, 1)

@@ -98,7 +98,6 @@ Schedule([[a._replace(stage=2 * a.stage) for a in row] for row in good])  # stag
     "pipeline zero_bubble": """
 SplitSchedule([[pipeline.Action(kind, 0, 0) for kind in {"BF" | "FI" | "FWI" | "FBW"}]])
     # stage 0 runs micro-batch 0 as
-play_alone(pipeline, find_schedule("zb-v", 1, 2), saliency)  # backward pass of its own
 """,
     "expert_parallel": """
 shard_experts(shard_experts(weight, world), world)  # dealt out already
@@ -277,7 +276,6 @@ ORDERS = [
     (SEQUENCES, "run finish | pass | |", SUMMED),
     (EXPERTS, "run finish | finish | |", SUMMED),
     (EXPERTS, "run finish zero_grad run finish | pass | |", SUMMED),
-    (PIPELINES, "run finish | finish | |", "call reduce_tied once a step"),
     (
         SPLIT_BACKWARDS,
         "leave_out_around | run finish",
