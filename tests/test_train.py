@@ -82,9 +82,10 @@ def test_lines_of_steps(ranks, text, capfd, at_terminal, flags, printed):
     assert [bool(left) for _, left in lines] == [at_terminal] * (len(lines) - 1) + [False]
 
 
-def test_wandb_gets_the_log(ranks, text, tmp_path):
+def test_tensorboard_and_wandb_get_the_log(ranks, text, tmp_path):
     """After a resume, too."""
-    logged = []
+    module = "tensorboard.backend.event_processing.event_accumulator"
+    events, logged = pytest.importorskip(module, reason="tensorboard is not installed"), []
 
     class Tracker:
         def log(self, row, step):
@@ -97,12 +98,16 @@ def test_wandb_gets_the_log(ranks, text, tmp_path):
 
     for steps, resume in ((2, ""), (3, "--resume")):
         flags = f"--steps {steps} --eval-every 1 --lr 0.01 --min-lr 0.01 --out {tmp_path}/out"
-        args = arguments(text, f"{SHORT} {flags} {resume}")
+        args = arguments(text, f"{SHORT} {flags} {resume} --tensorboard {tmp_path}/board")
         args.wandb = "a project"
         logged += ranks(1, run_layout, args, in_place_of_wandb)[0][1]["steps"]
     rows = rows_of(tmp_path / "wandb")
     assert [row for row in rows if "loss" in row] == logged
-    assert [row["step"] for row in rows if "val_loss" in row] == [1, 2, 3]
+    board = events.EventAccumulator(str(tmp_path / "board")).Reload()
+    for name in {*logged[0], "val_loss"} - {"step"}:
+        written = [(event.step, event.value) for event in board.Scalars(name)]
+        expected = [(row["step"], pytest.approx(row[name])) for row in rows if name in row]
+        assert written == expected and len(written) == 3
 
 
 def test_a_picture_shows_what_was_printed(tmp_path, monkeypatch):

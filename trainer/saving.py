@@ -141,13 +141,23 @@ class Saver:
 
     def save_if_due(self, step):
         """Between two steps: write a checkpoint if it is time. Returns whether a rank received a
-        signal, which ends the run."""
+        signal, which ends the run.
+
+        A checkpoint that can't be written does not end the run, unless it is the last: the disk may
+        have room for the next."""
         args, run = self.args, self.run
         if not args.out:
             return False
         stop = int(run.numbers[-1])  # signal_of_any_rank's, read with the step's loss
-        if stop or step == args.steps or args.save_every and step % args.save_every == 0:
-            checkpoint.write_checkpoint(args.out, step, self.header(), self.pieces(), args.keep)
+        last = stop or step == args.steps
+        if last or args.save_every and step % args.save_every == 0:
+            try:
+                checkpoint.write_checkpoint(args.out, step, self.header(), self.pieces(), args.keep)
+            except Refused as e:
+                if last:
+                    raise
+                if run.rank == 0:
+                    say(f"{e}; the run goes on")
             run.restart_clock()
         if stop:
             how = f"stopped by {signal.Signals(stop).name}: step {step} is saved in {args.out}"

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import importlib.util
 import json
+import os
 
 import torch
 
@@ -22,16 +23,24 @@ def add_flags(parser):
     g.add_argument("--profile-to", metavar="FOLDER", help=why)
     flags.gone(g, "--profile", "--profile-to FOLDER traces the third to the fifth step")
     g.add_argument("--wandb", metavar="PROJECT", help="log to this Weights & Biases project too")
-    instead = "--log-to has the numbers, docs/use/run.md the lines that hand them to TensorBoard"
-    flags.gone(g, "--tensorboard", instead)
+    why = "log there for TensorBoard too (needs tensorboard)"
+    g.add_argument("--tensorboard", metavar="FOLDER", help=why)
 
 
 def check(args):
     """Refuse what can't be written."""
     if args.profile_to:
         check_folder("--profile-to", args.profile_to)
-    if args.wandb and not importlib.util.find_spec("wandb"):
-        raise Refused("--wandb needs a package: pip install wandb")
+    for name in ("tensorboard", "wandb"):
+        if getattr(args, name) and not importlib.util.find_spec(name):
+            raise Refused(f"--{name} needs a package: pip install {name}")
+    if args.tensorboard:
+        check_folder("--tensorboard", args.tensorboard)
+    if args.wandb and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
+        import wandb
+
+        if not wandb.login(prompt=False):
+            raise Refused("--wandb needs a key: run `wandb login` first, or set WANDB_MODE=offline")
 
 
 def describe(run, schedule):
@@ -110,8 +119,8 @@ def profiled(run, steps):
 
 @contextlib.contextmanager
 def open_log(run, first):
-    """Gives a function that writes a dict to --log-to and --wandb, on rank 0 only. first: the first
-    step."""
+    """Gives a function that writes a dict to --log-to, --tensorboard and --wandb, on rank 0 only.
+    first: the first step."""
     args, places = run.args, []
     if run.rank > 0:
         yield lambda row: None
@@ -121,6 +130,11 @@ def open_log(run, first):
             # Without a buffer: a row that finds no room does not come back when the file is closed
             file = stack.enter_context(open(args.log_to, "ab" if first else "wb", buffering=0))
             places.append(functools.partial(write_line, file))
+        if args.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            board = stack.enter_context(SummaryWriter(args.tensorboard))
+            places.append(functools.partial(write_scalars, board))
         if args.wandb:
             import wandb
 
@@ -134,3 +148,9 @@ def write_line(file, row):
         file.write(json.dumps(row).encode() + b"\n")
     except OSError as e:
         say(f"--log-to {file.name} can't be written ({e.strerror}); the run goes on")
+
+
+def write_scalars(board, row):
+    for name, value in row.items():
+        if name != "step" and value is not None:  # None in a step that was left out
+            board.add_scalar(name, value, row["step"])
