@@ -87,7 +87,9 @@ def measure(megabits, steps):
 
 def main():
     parser = harness.Parser(__doc__)
-    rates = dict(nargs="+", default=[0, 250, 125, 90, 60], help="Mbit/s, several; 0: no limit")
+    rates = dict(
+        nargs="+", default=[0, 300, 200, 150, 100, 60], help="Mbit/s, several; 0: no limit"
+    )
     parser.add_argument("--rates", type=harness.real(0), **rates)
     parser.add_argument("--steps", **harness.POSITIVE, default=5, help="of each kind")
     args = parser.parse_args()
