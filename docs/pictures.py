@@ -1,5 +1,5 @@
-"""The pictures of docs/pictures: who holds what, the mesh, two rings, scores, schedules, choices,
-estimates.
+"""The pictures of docs/pictures: who holds what, the mesh, two rings, overlap, scores, schedules,
+choices, estimates.
 
     python -m docs.pictures                        all of them
     python -m docs.pictures --only mesh,choose     some of them
@@ -400,6 +400,44 @@ def draw_box(svg, x, y, width, words, fill, frame):
     draw_lines(svg, x + width / 2, y + 40, lines, weight="bold" if frame == BLUE else "normal")
 
 
+# --- one step of a data-parallel rank: what computes, what is sent
+
+FORWARD, GRADIENT, COUNT = 6, 0.5, 24  # units of time: forward, backward of one of 24 gradients
+LATENCY, SENT = 0.25, 0.25  # of a message, and of one gradient in it
+
+
+def messages(bucket, overlapped):
+    """(start, end) of each all-reduce of `bucket` gradients. They share one link."""
+    end, spans = 0, []
+    for last in range(bucket, COUNT + 1, bucket):
+        ready = FORWARD + GRADIENT * (last if overlapped else COUNT)
+        start = max(ready, end)
+        end = start + LATENCY + SENT * bucket
+        spans.append((start, end))
+    return spans
+
+
+def overlap():
+    svg = Picture(296, "One step of a rank: what computes, what is sent")
+    backward = FORWARD + GRADIENT * COUNT
+    ways = ("naive", 1, False), ("bucketed", 4, False), ("overlapped", 4, True)
+    unit = 520 / messages(1, False)[-1][1]
+    for y, (words, bucket, overlapped) in zip(range(0, 270, 90), ways):
+        spans = messages(bucket, overlapped)
+        svg.text(100, y + 20, f"{words}: {spans[-1][1]:.1f} units", 16, "start", weight="bold")
+        svg.text(92, y + 44, "computes", 15, "end")
+        svg.boxes([(100, y + 30, FORWARD * unit - 1, 20)], SKY)
+        svg.boxes([(100 + FORWARD * unit, y + 30, (backward - FORWARD) * unit, 20)], ORANGE)
+        svg.text(92, y + 68, "sends", 15, "end")
+        boxes = [(100 + a * unit, y + 54, (b - a) * unit - 1, 20) for a, b in spans]
+        svg.boxes(boxes, GREEN)
+    kinds = (100, SKY, "forward"), (220, ORANGE, "backward"), (350, GREEN, "all-reduces")
+    for x, color, words in kinds:
+        svg.box(x, 276, 16, 14, color)
+        svg.text(x + 24, 289, words, 15, "start")
+    return svg
+
+
 # --- who computes which scores
 
 
@@ -565,6 +603,7 @@ for draw in (
     by_pairs,
     schedules,
     pairs,
+    overlap,
     choose,
     estimates,
 ):

@@ -20,7 +20,7 @@ PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten._grouped_mm)
 
 
 def recompute(model, kind):
-    """Hold less of each block from forward to backward, for more work (docs/learn/memory.md). No
+    """Hold less of each block from forward to backward, for more work (docs/use/memory.md). No
     gradient changes. Call it once.
 
         none       keep all that backward needs: 16 tensors (B, T, C) of a GPT-2 block
