@@ -33,6 +33,9 @@ import contextlib
 import functools
 import math
 
+import harness  # before torch: see harness/signals.py
+
+# isort: split
 import torch
 import torch.distributed as dist
 
@@ -41,7 +44,6 @@ import ddp
 import dualpipe
 import expert_parallel
 import fsdp
-import harness
 import model as gpt
 import muon
 import pipeline
@@ -68,6 +70,7 @@ def flags():
     p = harness.parser(__doc__, steps=200, lr=3e-3, warmup=20, microbatches=None, tokenizer=None)
     for part in PARTS:
         part.add_flags(p)
+    p.hide_rare()
     return p
 
 

@@ -1,5 +1,8 @@
 """What any script needs before its first step: ranks, flags, text."""
 
+from harness import signals
+
+# isort: split
 from harness.blocks import RECOMPUTATIONS, compile_blocks, recompute
 from harness.files import check_folder, read_json, short
 from harness.flags import (

@@ -10,9 +10,10 @@ machine only. The last tenth of the tokens is the validation split.
 A text is read into memory at each start. Ready-made tokens are files that another program wrote,
 memory-mapped and never read whole:
 
-    x.npy       one row of whole numbers, as numpy saves it
-    x.bin       bare uint16, as nanoGPT writes them; uint32 for a vocabulary above 65,536
-    a folder    with train.bin (or .npy), and val.bin if there is one
+    x.npy                  one row of whole numbers, as numpy saves it
+    x.bin                  bare uint16, as nanoGPT writes; uint32 for a vocabulary above 65,536
+    x.bin with a header    of 1,024 bytes, as llm.c and modded-nanogpt write it: recognised
+    a folder               with train.bin (or .npy), and val.bin if there is one
 
 A batch is a pure function of (seed, step): a hash of (seed, step, j) says where row j starts. So
 there is no loader to resume: every rank computes its own rows of the same global batch.
@@ -29,11 +30,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from harness.files import short
+from harness.files import check_regular, short
 from harness.refusal import Refused
 from harness.tokens import of
 
 SAMPLE = 2**18  # ready-made tokens that are looked at when a file is opened
+# A header has three numbers: one of these, its version, and how many tokens follow
+HEADERS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}  # GPT-2's tokens, Llama 3's
 
 
 @dataclass
@@ -120,13 +123,12 @@ def ready_made(source):
 
 def open_tokens(path, vocab):
     """One file's tokens (N,), memory-mapped. The first of them must be below the vocabulary: a file
-    of another tokenizer, or of another program with a header, does not pass."""
+    of another tokenizer does not pass."""
+    check_regular(path)
     if path.suffix == ".npy":
-        tokens = np.load(path, mmap_mode="r")
+        tokens = np.lib.format.open_memmap(path, mode="r")
     else:
-        tokens = np.memmap(path, "<u2" if vocab <= 2**16 else "<u4", "r")
-        if not tokens[1:SAMPLE:2].any():
-            raise ValueError("every other number is 0, as if each took four bytes: write uint16")
+        tokens = open_bin(path, vocab)
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
         raise ValueError(f"{tokens.dtype} of shape {tokens.shape}, not one row of tokens")
     first = tokens[:SAMPLE]
@@ -135,6 +137,20 @@ def open_tokens(path, vocab):
         found = f"has token {wrong[0]} (read as {tokens.dtype})"
         advice = f"--vocab {wrong[0] + 1} or more, or the model's own tokens"
         raise Refused(f"--data {path} {found}, but the vocabulary is {vocab}: give {advice}")
+    return tokens
+
+
+def open_bin(path, vocab):
+    """A .bin file's tokens. Raises ValueError if it was cut off, as numpy does."""
+    magic, version, count = [*np.fromfile(path, "<i4", 3).tolist(), 0, 0, 0][:3]
+    if magic in HEADERS:
+        known, dtype = HEADERS[magic]
+        if version != known or count < 0:
+            raise ValueError(f"its header has version {version} and {count} tokens")
+        return np.memmap(path, dtype, "r", 1024, count)
+    tokens = np.memmap(path, "<u2" if vocab <= 2**16 else "<u4", "r")
+    if not tokens[1:SAMPLE:2].any():
+        raise ValueError("every other number is 0, as if each took four bytes: write uint16")
     return tokens
 
 
@@ -148,8 +164,8 @@ def find(source):
         root, suffix = pathlib.Path(sysconfig.get_paths()["stdlib"]), ".py"
         skip = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
     elif not root.is_dir():
-        # Who opens a pipe waits for its writer, and a device may have no end
-        return [root] if root.is_file() or not root.exists() else []
+        check_regular(root)
+        return [root]
     files = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [f for f in subfolders if f not in skip and not f.startswith(".")]
@@ -161,8 +177,13 @@ def find(source):
 
 def encode(source, encoding, mark):
     """The tokens of all documents: text files, or what lies between two marks of such a file."""
-    pieces = []
-    for file in find(source):
+    files, pieces = find(source), []
+    size = sum(file.stat().st_size for file in files)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if size > memory / 16:  # the bytes, the characters, and up to 8 bytes for each token
+        advice = "give ready-made tokens (docs/use/run.md)"
+        raise Refused(f"--data {source} has {size / 1e9:,.0f} GB, too much for memory: {advice}")
+    for file in files:
         with contextlib.suppress(UnicodeDecodeError):
             text = file.read_bytes().decode("utf-8")
             if "\0" not in text:

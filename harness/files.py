@@ -1,20 +1,38 @@
 """Files and folders that flags name. What can't be written is refused before the run."""
 
 import json
+import math
 import os
 import pathlib
+import stat
 import tempfile
 
 from harness.refusal import Refused
 
 
+def check_regular(path, most=math.inf):
+    """Raise OSError for more than `most` bytes, and for anything but a regular file: opening a pipe
+    waits for its writer, and a device may have no end."""
+    found = os.stat(path)
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError("it is a folder, a device or a pipe, not a file")
+    if found.st_size > most:
+        raise OSError(f"it has {found.st_size / 1e9:,.0f} GB")
+
+
+def read(path):
+    """The bytes of a small file, at most 1 GB. Raises OSError."""
+    check_regular(path, 2**30)
+    return pathlib.Path(path).read_bytes()
+
+
 def read_json(path):
-    """The object in a JSON file. Raises ValueError for anything else."""
+    """The object in a small JSON file. Raises ValueError for anything else."""
     try:
-        content = json.loads(pathlib.Path(path).read_bytes())
+        content = json.loads(read(path))
     except OSError as e:
-        raise ValueError(f"{path} can't be read ({e.strerror}): fetch it again") from e
-    except ValueError as e:
+        raise ValueError(f"{path} can't be read ({e.strerror or e}): fetch it again") from e
+    except (ValueError, RecursionError) as e:
         raise ValueError(f"{path} is no JSON: fetch it again") from e
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds no JSON object: fetch it again")
@@ -24,7 +42,8 @@ def read_json(path):
 def check_file(flag, path):
     """Refuse a file that can't be written, before hours of training. It may exist."""
     place = path if os.path.exists(path) else os.path.dirname(path) or "."
-    if os.path.isdir(path) or not os.access(place, os.W_OK):
+    is_no_file = place == path and not os.path.isfile(path)  # opening a pipe waits for its reader
+    if is_no_file or not os.access(place, os.W_OK):
         raise Refused(f"{flag} {short(path)} can't be written: give another file")
 
 

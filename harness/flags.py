@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import math
 import string
+import sys
 from dataclasses import fields
 
 import torch
@@ -14,6 +15,11 @@ from harness.refusal import Refused, refusing
 from model import Config
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16")}
+
+# What a newcomer sets. A lesson's own flags are usual, too. The last line is train.py's
+USUAL = "help help_all preset layers width context experts steps batch microbatches optimizer lr "
+USUAL += "dtype data tokenizer nproc json dp tp pp cp ep sp zero schedule out resume sample "
+USUAL += "init_from export dry_run plan gpus gpu islands"
 
 
 class Parser(argparse.ArgumentParser):
@@ -30,9 +36,16 @@ class Parser(argparse.ArgumentParser):
         options = {"allow_abbrev": False, "conflict_handler": "resolve"}
         super().__init__(description=doc, usage="%(prog)s [flags]", **options)
         self.formatter_class = lambda prog: self.Formatter(prog, max_help_position=28, width=120)
+        self.add_argument("--help-all", action="help", help="show all flags and exit")
+
+    def hide_rare(self):
+        """Have -h show only the usual ones of the flags that there are by now."""
+        for action in self._actions:
+            if action.dest not in USUAL.split() and "--help-all" not in sys.argv:
+                action.help = argparse.SUPPRESS
 
     def error(self, message):
-        raise Refused(f"{short(message, 400)} (-h lists the flags)")
+        raise Refused(f"{short(message, 400)} (-h lists the usual flags, --help-all all)")
 
     def parse_args(self, args=None, namespace=None):
         """The flags. Refuses an empty text, as of an unset shell variable; but not a prompt."""
@@ -118,6 +131,7 @@ def parser(doc, **defaults):
         if defaults.get(action.dest) is not None:  # the help then shows the new default
             action.help = action.help.split(" (default:")[0]
     p.set_defaults(**defaults)
+    p.hide_rare()
     return p
 
 
@@ -190,7 +204,6 @@ def running_flags(g):
     why = "steps between two printed lines, after the first ten (default: 10 at a terminal, else 1)"
     g.add_argument("--log-every", **POSITIVE, help=why)
     g.add_argument("--quiet", action="store_true", help="print nothing but errors")
-    gone(g, "--help-all", "-h lists all flags")
 
 
 def configure(args):

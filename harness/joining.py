@@ -1,6 +1,6 @@
 """How ranks that a launcher started, such as torchrun or srun, find each other.
 
-`launched` reads the variables that the launcher set. `join` brings the ranks together in
+`launched` reads and checks the variables that the launcher set. `join` brings the ranks together in
 a store: rank 0 opens a round, every rank answers, and rank 0 writes down who came.
 
 torchrun may start ranks again after a failure (--max-restarts). Its store then still has the keys
@@ -36,12 +36,27 @@ class Launched(NamedTuple):
 
 
 def launched():
-    """What a launcher set in RANK, WORLD_SIZE and so on; None if no launcher started us."""
+    """What a launcher set in RANK, WORLD_SIZE and so on; None if no launcher started us. Refuses
+    variables that are missing or wrong."""
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return None
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))  # not all launchers say it
-    return Launched(rank, world, int(os.environ.get("LOCAL_RANK", rank % local_world)), local_world)
+    rank, world = number("RANK"), number("WORLD_SIZE")
+    local_world = number("LOCAL_WORLD_SIZE", world)  # not all launchers say it
+    if not rank < world or not local_world:
+        raise Refused(f"RANK is {rank} of {world}, with {local_world} on this machine: unset RANK")
+    if world > 1 and "STORE_FILE" not in os.environ:
+        number("MASTER_PORT")
+        if not os.environ.get("MASTER_ADDR"):
+            raise Refused("MASTER_ADDR is not set: set it to the first rank's host")
+    return Launched(rank, world, number("LOCAL_RANK", rank % local_world), local_world)
+
+
+def number(name, default=None):
+    """The whole number in a variable of the environment."""
+    text = os.environ.get(name, default)
+    if not str(text).isdecimal():
+        raise Refused(f"{name} is {text!r}: the launcher must set it to a number; or unset RANK")
+    return int(text)
 
 
 def place():

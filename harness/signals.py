@@ -1,13 +1,16 @@
-"""What Ctrl-C, SIGTERM and SIGHUP do: the process ends with a sentence."""
+"""What Ctrl-C, SIGTERM and SIGHUP do: the process ends with a sentence. Imported before torch."""
 
 import contextlib
 import ctypes
 import multiprocessing
 import os
+import pathlib
 import signal
+import sys
 
 from harness.refusal import finish, say
 
+unsaved = ""  # what train.py adds to the sentence if a run saves nothing
 # What a user, a terminal that closes or a batch system sends to end a run
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -29,7 +32,7 @@ def interrupted(number, _):
     """Raises no exception: some libraries' imports catch all."""
     handle(signal.SIG_IGN)  # a second one must not cut this short
     if os.environ.get("RANK", "0") == "0" and not multiprocessing.parent_process():
-        say(f"interrupted by {signal.Signals(number).name}")
+        say(f"interrupted by {signal.Signals(number).name}{unsaved}")
     finish(128 + number)
 
 
@@ -38,3 +41,9 @@ def die_with_parent(number=signal.SIGKILL):
     trains on as an orphan."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
+
+
+# A script of the project's own folder, and not a program that imports the harness
+main = getattr(sys.modules["__main__"], "__file__", None)
+if main and pathlib.Path(main).resolve().parent == pathlib.Path(__file__).resolve().parents[1]:
+    end_by_sentence()

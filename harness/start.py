@@ -7,6 +7,7 @@ stands in missing.py.
 
 import contextlib
 import datetime
+import errno
 import importlib
 import math
 import os
@@ -46,6 +47,8 @@ def launch(demo, args, needed=None, check=lambda world: None, make=Rank):
 
     This joins the ranks that a launcher has started, such as torchrun. If there are none, or one
     and more are needed, this starts them on this machine."""
+    saves_nothing = getattr(args, "out", "") is None
+    signals.unsaved = ": nothing was saved, --out FOLDER saves" if saves_nothing else ""
     if "LAUNCHER" in os.environ:
         end_with_launcher()
     elif "TORCHELASTIC_RUN_ID" in os.environ:  # the parent is torchrun's agent
@@ -66,7 +69,9 @@ def launch(demo, args, needed=None, check=lambda world: None, make=Rank):
     for name in ("json", "log_to"):
         if getattr(args, name, None):
             check_file(flag_of(name), getattr(args, name))
-    if args.backend == "nccl" and me.world == 1 and world > gpus:
+    local_world = me.local_world if me.world > 1 else world
+    one_each = gpus == 1 and "SLURM_PROCID" in os.environ  # as with srun --gpus-per-task=1
+    if args.backend == "nccl" and local_world > gpus and not one_each:
         problem = f"{world} ranks need {world} GPUs on nccl and this machine has {gpus}"
         advice = "fewer ranks, several nodes (docs/use/run.md), or ranks that share a GPU by"
         raise Refused(f"{problem}: use {advice} --backend gloo")
@@ -174,7 +179,7 @@ def verdict(codes, stopped_by, world):
     all ranks returned 0; 128 and the signal's number if it was interrupted; 2 if a rank refused."""
     failures = {code for code in codes.values() if code}
     if stopped_by and (failures or len(codes) < world):
-        say(f"interrupted by {signal.Signals(stopped_by).name}")
+        say(f"interrupted by {signal.Signals(stopped_by).name}{signals.unsaved}")
         return 128 + stopped_by
     killed = {rank: signal.Signals(-code).name for rank, code in codes.items() if code < 0}
     if killed:
@@ -211,7 +216,7 @@ def one_rank(work, args):
         device = torch.device("cpu")
         if args.device == "cuda":
             device = torch.device("cuda", me.local_rank % torch.cuda.device_count())
-            torch.cuda.set_device(device)
+            set_device(device)
             if args.backend == "gloo":
                 host_messages.install()
         store = join(me, seconds)
@@ -241,6 +246,15 @@ def one_rank(work, args):
         return missing.failed(e, store, me.rank)
 
 
+def set_device(device):
+    """Begin to use a GPU. It is counted even if the driver is too old for this torch."""
+    try:
+        torch.cuda.set_device(device)
+    except (RuntimeError, AssertionError) as e:
+        reason = str(e).split(". ")[0]
+        raise Refused(f"{device} can't be used ({reason}): --device cpu does without") from e
+
+
 def share_cores(local_world, backend):
     """Divide this machine's cores among its ranks."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -254,9 +268,18 @@ def share_cores(local_world, backend):
 def script(main):
     """Call a script's main(). A refusal is one sentence and exit code 2."""
     signals.end_by_sentence()
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # closed, as by >&-
+    sys.stderr = sys.stderr or open(os.devnull, "w")
+    rank = os.environ.get("RANK", "0")
     try:
         main()
+        sys.stdout.flush()
     except Refused as e:
-        finish(refuse(e, int(os.environ.get("RANK", e.speaker))))
+        finish(refuse(e, int(rank) if rank.isdecimal() else e.speaker))
     except BrokenPipeError:
         finish(NOBODY_READS)
+    except OSError as e:
+        if e.errno != errno.ENOSPC:
+            raise
+        say("what it prints finds no room: the disk is full")
+        finish(1)

@@ -20,7 +20,7 @@ import pathlib
 import numpy as np
 import tiktoken
 
-from harness.files import read_json
+from harness.files import read, read_json
 from harness.refusal import Refused, refusing
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # else the library warns of each fork
@@ -121,7 +121,7 @@ def read_tokenizer(file):
     try:
         from tokenizers import Tokenizer
 
-        content = file.read_bytes()
+        content = read(file)
         tokenizer = Tokenizer.from_str(content.decode())
     except Exception as e:  # the library raises plain Exceptions
         advice = "give bytes, gpt2, or a folder with a tokenizer.json"

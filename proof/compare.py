@@ -16,10 +16,10 @@ the two precisions.
 
 import json
 import os
-import pathlib
 import sys
 
 from harness import Refused, script
+from harness.files import read
 from harness.flags import Parser, real
 from proof.differences import WORDS, Recording, differences, explain, limits_of, sizes_of
 from proof.tolerance import FLOOR, TOLERANCE
@@ -72,7 +72,7 @@ def load(path):
     """A Recording. Refuses what is none."""
     file = os.path.join(path, "record.jsonl") if os.path.isdir(path) else path
     try:
-        facts, *lines = [json.loads(line) for line in pathlib.Path(file).read_bytes().splitlines()]
+        facts, *lines = [json.loads(line) for line in read(file).splitlines()]
         recording = Recording(path, facts | {"dtype": str(facts["dtype"])}, {})
         for line in lines:
             recording.lines[line["step"]] = line
@@ -82,7 +82,7 @@ def load(path):
         return recording
     except OSError as e:
         advice = "give a folder of train.py --record or a file of proof/recorder.py"
-        raise Refused(f"{file} can't be read ({e.strerror}): {advice}") from e
+        raise Refused(f"{file} can't be read ({e.strerror or e}): {advice}") from e
     except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as e:
         raise Refused(f"{file} is no recording, or was cut short: record it again") from e
 

@@ -1,9 +1,10 @@
 """Random command lines, run for real: python -m tests.fuzz --tries 600
 
-Each is a script with some of its flags drawn at random: plausible values, numbers up to 10^9, files
-of all kinds. Half of them are sent a signal at a random moment, and all SIGTERM when their time is
-over. Each must end with exit code 0 or in a sentence, and never in a traceback, in a receipt that
-FAILED, or not at all. A run prints its seed first. Exit code 1 if a command line did not end well.
+Each is a script with some of its flags drawn at random: plausible values, numbers up to 10^9,
+pipes, devices, headers of tokens that promise too much. Half of them are sent a signal at a random
+moment, and all SIGTERM when their time is over. Each must end with exit code 0 or in a sentence,
+and never in a traceback, in a receipt that FAILED, or not at all. A run prints its seed first. Exit
+code 1 if a command line did not end well.
 """
 
 import collections
@@ -29,17 +30,24 @@ from test_flags import SCRIPTS, parser_of  # noqa: E402
 
 SMALL = "--layers 4 --heads 4 --width 16 --context 16 --batch 16 --steps 3".split()
 NUMBERS = ["0", "1", "2", "2", "3", "4", "4", "6", "8", "-1", "0.5", "1e-9", "1e30", "nan"]
-PATHS = ["folder", "tokens.bin", "text", "binary", "nowhere/x", "x" * 300, "bytes", "stdlib"]
+PATHS = ["pipe", "pipe.bin", "folder", "/dev/zero", "/dev/full", "long.bin", "minus.bin"]
+PATHS += ["other.bin", "good.bin", "text", "binary", "nowhere/x", "x" * 300, "bytes", "stdlib"]
 # They ask for silence, or for what no time limit bears
-LEFT_OUT = {"help", "quiet", "log_every", "wandb", "compile", "timeout"}
+LEFT_OUT = {"help", "help_all", "quiet", "log_every", "wandb", "compile", "timeout"}
 
 
 def make_files():
     """In the working directory: what PATHS names."""
     os.mkdir("folder")
+    for name in ("pipe", "pipe.bin", "folder/config.json", "folder/tokenizer.json"):
+        os.mkfifo(name)
     pathlib.Path("text").write_text("some words of a text " * 300)
     pathlib.Path("binary").write_bytes(b"\xff\0\xfe" * 500)
-    (np.arange(3000) % 250).astype(np.uint16).tofile("tokens.bin")
+    tokens = (np.arange(3000) % 250).astype(np.uint16).tobytes()
+    headers = {"long": (1, 10**6), "minus": (1, -5), "other": (2, 3000), "good": (1, 3000)}
+    for name, numbers in headers.items():
+        header = np.array([20240520, *numbers, *[0] * 253], dtype=np.int32).tobytes()
+        pathlib.Path(f"{name}.bin").write_bytes(header + tokens)
 
 
 def value_of(action, chance):

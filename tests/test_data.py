@@ -105,12 +105,12 @@ def test_batches_reach_all_of_the_text(text):
 # --- ready-made tokens
 
 TOKENS = np.array([data.hash64(7, i) % 300 for i in range(5000)])
-# As llm.c writes them: 256 numbers of four bytes go before
-LLM_C = np.append(np.array([20240520, 1, 5000, *[0] * 253], np.int32).view(np.uint16), TOKENS)
 
 
-def write(path, tokens=TOKENS, dtype=np.uint16):
-    path.write_bytes(tokens.astype(dtype).tobytes())
+def write(path, tokens=TOKENS, dtype=np.uint16, header=()):
+    """header: the numbers with which llm.c's files begin; 256 numbers of four bytes in all."""
+    before = np.array([*header, *[0] * 253], np.int32).tobytes() if header else b""
+    path.write_bytes(before + tokens.astype(dtype).tobytes())
     return path
 
 
@@ -134,6 +134,16 @@ def test_npy_says_its_dtype_itself(tmp_path, dtype):
     assert tokens.tolist() == TOKENS.tolist()
 
 
+@pytest.mark.parametrize(
+    "magic, version, dtype", [(20240520, 1, np.uint16), (20240801, 7, np.uint32)]
+)
+def test_headers_are_recognised(tmp_path, magic, version, dtype):
+    """As llm.c writes them, for GPT-2 and for Llama 3."""
+    for number in (5000, 4000):
+        path = write(tmp_path / "a.bin", dtype=dtype, header=(magic, version, number))
+        assert load(path).tokens.tolist() == TOKENS[:number].tolist()
+
+
 def test_a_folder_with_both_splits(tmp_path):
     write(tmp_path / "train.bin", TOKENS[:4000])
     held_out = write(tmp_path / "val.bin", TOKENS[4000:4030])
@@ -154,7 +164,9 @@ def test_a_folder_with_both_splits(tmp_path):
         ("a.bin", lambda p: p.write_bytes(b"\1\0\1"), "not a multiple of the data-type size"),
         ("a.bin", lambda p: p.write_bytes(b""), "can't be used .*empty"),
         ("a.bin", lambda p: None, "No such file"),
-        ("a.bin", lambda p: write(p, LLM_C), "has token 55432 .* is 300"),
+        ("a.bin", lambda p: write(p, header=(20240520, 2, 5000)), "version 2 and 5000 tokens"),
+        ("a.bin", lambda p: write(p, header=(20240520, 1, -5)), "version 1 and -5 tokens"),
+        ("a.bin", lambda p: write(p, header=(20240520, 1, 5001)), "greater than file size"),
         ("a.npy", lambda p: np.save(p, TOKENS.reshape(2, -1)), r"int64 of shape \(2, 2500\)"),
         ("a.npy", lambda p: np.save(p, -TOKENS), "has token -"),
         ("a.npy", lambda p: p.write_bytes(b"\x93NUMPY\1\0junk"), "can't be used"),

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import sys
 
 import pytest
 from test_house import TECHNIQUES
@@ -40,6 +41,17 @@ def test_torchrun_lets_every_flag_through(script, monkeypatch):
     for flag in flags_of(script, monkeypatch) - WITHOUT_TORCHRUN:
         given = get_args_parser().parse_args(["--nproc_per_node=2", f"{script}.py", flag, "1"])
         assert given.training_script_args == [flag, "1"], flag
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_fits_two_screens(script, monkeypatch):
+    """-h shows the usual flags, --help-all all."""
+    usual = parser_of(script, monkeypatch).format_help()
+    monkeypatch.setattr(sys, "argv", [script, "--help-all"])
+    everything = parser_of(script, monkeypatch).format_help()
+    assert usual.count("\n") < 110 and "--help-all" in usual
+    if script != "collectives":  # which has few flags
+        assert "--batch" in usual and "--timeout" not in usual and "--timeout" in everything
 
 
 def test_one_vocabulary(monkeypatch):

@@ -128,6 +128,8 @@ train --plan --gpus 7 --batch 8 -> no layout of 7 devices suits --batch 8
 sequence_parallel --experts 2 --context 3 --nproc 2 -> use --context 4
 ddp --data= -> --data is empty
 ddp --json folder -> --json folder can't be written
+ddp --json pipe -> --json pipe can't be written
+train --log-to /dev/full -> --log-to /dev/full can't be written
 train --tf32 -> --tf32 is gone: --param-dtype bfloat16
 train --param-dtype float16 -> float16, which needs a loss scale, is gone: use bfloat16, or float32
 zero --param-dtype float64 -> is finer than --dtype float32
@@ -196,6 +198,7 @@ def test_bad_flags(monkeypatch, tmp_path, row):
     command, words = row.split(" -> ")
     script, _, flags = command.partition(" ")
     monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
     os.makedirs("folder/step-00000001")
     open("folder/record.jsonl", "w").close()
     assert re.search(words, refused(monkeypatch, script, flags))

@@ -12,9 +12,9 @@ import torch
 from test_flags import SCRIPTS, parser_of
 
 import harness
-from harness import data, start
-from proof import receipt
-from trainer import checkpoint, pretrained, tracking
+from harness import data, presets, start, tokens
+from proof import compare, receipt
+from trainer import checkpoint, hf_config, pretrained, tracking
 
 NUMBERS = ["0", "-1", "1", "3", "1e308", "nan", "inf", "1" + "0" * 8, "9" * 5000]
 TEXTS = ["/dev/full", "pipe", "folder", "x" * 5000, "folder/" + "ä" * 127, "\udcff", "="]
@@ -91,18 +91,54 @@ def test_a_flag_is_refused_in_one_sentence(name, nothing_starts, monkeypatch, ca
     assert all(ends.values()), ends
 
 
-@pytest.mark.parametrize("kind", ["pipe", "device"])
-def test_a_text_that_is_no_file_is_refused_at_once(kind, tmp_path):
-    """Opening a pipe would wait for its writer, reading /dev/zero would take all memory."""
-    path = tmp_path / "text"
+# --- files that are none, and files without end or room
+
+
+def replace(path, kind):
+    """Put something in the place of a file."""
+    path.unlink(missing_ok=True)
     if kind == "pipe":
         os.mkfifo(path)
-    else:
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "device":
         path.symlink_to("/dev/zero")
+    else:
+        path.touch()
+        os.truncate(path, 1 << 42)  # of zeros, which take no place on the disk
+
+
+READ = {
+    "config.json": lambda folder: hf_config.read(folder),
+    "model.safetensors": lambda folder: pretrained.Folder(folder, presets.configure()),
+    "model.safetensors.index.json": lambda folder: pretrained.files_of(folder),
+    "tokenizer.json": lambda folder: tokens.read_tokenizer(folder / "tokenizer.json"),
+    "tokenizer_config.json": lambda folder: harness.read_json(folder / "tokenizer_config.json"),
+    "index.json": lambda folder: checkpoint.read_index(folder),
+    "record.jsonl": lambda folder: compare.load(folder),
+    "text": lambda folder: data.load(folder / "text"),
+    "tokens.bin": lambda folder: data.load(folder / "tokens.bin", "none", vocab=300),
+    "tokens.npy": lambda folder: data.load(folder / "tokens.npy", "none", vocab=300),
+}
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device", "huge"])
+@pytest.mark.parametrize("name", READ)
+def test_what_is_no_file_is_refused_at_once(name, kind, tmp_path):
+    """Opening a pipe would wait for its writer, reading /dev/zero would take all memory."""
+    folder = tmp_path / "step-00000001"
+    folder.mkdir()
+    replace(folder / name, kind)
     signal.alarm(20)
     try:
-        with pytest.raises(harness.Refused, match="has no text"):
-            data.load(path)
+        words = "a folder, a device or a pipe"
+        if kind == "folder" and name in ("text", "tokens.bin", "tokens.npy"):
+            words = "has no text"  # --data takes folders
+        elif kind == "huge":
+            words = "GB|can't be read|magic string|every other number is 0"
+        with pytest.raises((harness.Refused, ValueError, OSError), match=words) as error:
+            READ[name](folder)
+        assert "\n" not in str(error.value)
     finally:
         signal.alarm(0)
 

@@ -17,10 +17,23 @@ GOOD = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "
 GOOD |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29501"}
 
 
-def test_another_number_of_ranks(monkeypatch):
-    for name, value in (GOOD | {"WORLD_SIZE": "3"}).items():
-        monkeypatch.setenv(name, value)
-    words = "needs 2 processes and 3 were started: torchrun --nproc_per_node=2 train.py"
+@pytest.mark.parametrize(
+    "name, value, words",
+    [
+        ("RANK", "", "RANK is ''"),
+        ("RANK", "4", "RANK is 4 of 4"),
+        ("WORLD_SIZE", "none", "WORLD_SIZE is 'none': the launcher must set it"),
+        ("MASTER_ADDR", "", "MASTER_ADDR is not set"),
+        ("MASTER_PORT", None, "MASTER_PORT is None: the launcher must set it"),
+        ("WORLD_SIZE", "3", "needs 2 processes and 3 were started: torchrun --nproc_per_node=2 tr"),
+    ],
+)
+def test_wrong_variables(monkeypatch, name, value, words):
+    for key, good in (GOOD | {name: value}).items():
+        if good is None:
+            monkeypatch.delenv(key, raising=False)
+        else:
+            monkeypatch.setenv(key, good)
     assert words in refused(monkeypatch, "train", "--dp 2")
 
 
@@ -35,7 +48,7 @@ def test_right_variables(monkeypatch):
     monkeypatch.delenv("LOCAL_RANK")
     assert joining.launched() == (1, 4, 1, 4)
     monkeypatch.delenv("RANK")  # else each process of a half-configured job would be a run
-    with pytest.raises(KeyError, match="RANK"):
+    with pytest.raises(Refused, match="RANK is None"):
         joining.launched()
 
 

@@ -1,11 +1,13 @@
 """harness/start.py: ranks started by torchrun and by ourselves, on any number, and how they end."""
 
+import argparse
 import json
 import os
 import pathlib
 import random
 import re
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -52,10 +54,37 @@ def test_as_many_ranks_as_gpus(monkeypatch):
     for flags in ([], ["--device", "cuda", "--backend", "gloo"], ["--device", "cpu"]):
         monkeypatch.setattr(sys, "argv", ["ddp.py", "--quiet", "--batch", "8", *flags])
         ddp.main()
-    assert begun == [2, 4, 4]
-    said = refused(monkeypatch, "ddp", "--nproc 4")
-    assert "4 ranks need 4 GPUs on nccl and this machine has 2" in said
-    assert "share a GPU by --backend gloo" in said
+    with monkeypatch.context() as one:  # as srun --gpus-per-task=1 shows it
+        one.setattr(torch.cuda, "device_count", lambda: 1)
+        one.setenv("SLURM_PROCID", "0")
+        one.setattr(sys, "argv", ["ddp.py", "--quiet", "--batch", "8", "--nproc", "4"])
+        ddp.main()
+    assert begun == [2, 4, 4, 4]
+    under_torchrun = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "::1", "MASTER_PORT": "1"}
+    for variables in ({}, under_torchrun):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        said = refused(monkeypatch, "ddp", "--nproc 4")
+        assert "4 ranks need 4 GPUs on nccl and this machine has 2" in said
+        assert "share a GPU by --backend gloo" in said
+
+
+def test_a_gpu_that_its_driver_cannot_use(monkeypatch, capsys):
+    why = "The NVIDIA driver on your system is too old (found version 11040). Please update it"
+
+    def set_device(device):
+        raise RuntimeError(why)
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    # Forked ranks hang in a pool of threads that this process has begun
+    monkeypatch.setattr(start, "share_cores", lambda *_: None)
+    args = argparse.Namespace(device="cuda", backend="nccl")
+    assert start.one_rank(lambda *_: 0, args) == 2
+    assert capsys.readouterr().err.endswith(
+        "cuda:0 can't be used (The NVIDIA driver on your system is too old (found version 11040)): "
+        "--device cpu does without\n"
+    )
 
 
 def test_under_torchrun(tmp_path):
@@ -121,19 +150,46 @@ def test_one_process_is_interrupted(tmp_path):
     script = Script(tmp_path, "train", [*SMALL[:8], *LONG[2:]])
     script.wait_for("step ")
     os.kill(script.pid, signal.SIGHUP)
-    assert script.end() == 129 and script.errors() == ["train.py: interrupted by SIGHUP"]
+    said = "train.py: interrupted by SIGHUP: nothing was saved, --out FOLDER saves"
+    assert script.end() == 129 and script.errors() == [said]
+
+
+def test_ctrl_c_while_torch_is_imported(tmp_path):
+    """And where it is imported by someone who catches everything."""
+    raised = "os.kill(os.getpid(), signal.SIGINT)"
+    caught = f"import os, signal\ntry:\n    {raised}\nexcept BaseException:\n    pass\n"
+    (tmp_path / "torch.py").write_text(caught)
+    command, environment = [sys.executable, "train.py"], os.environ | {"PYTHONPATH": str(tmp_path)}
+    options = {"cwd": ROOT, "env": environment, "stderr": subprocess.PIPE, "text": True}
+    for before in (usual_signals, lambda: (usual_signals(), os.close(1))):
+        done = subprocess.run(command, preexec_fn=before, **options)
+        assert (done.returncode, done.stderr) == (130, "train.py: interrupted by SIGINT\n")
 
 
 @pytest.mark.parametrize("flags", [["--nproc", "1"], ["--dp", "2"]])
-def test_a_reader_that_goes_away(tmp_path, flags):
+def test_streams_that_nobody_reads(tmp_path, flags):
+    def closed():
+        sys.stdout = sys.stderr = None
+
     def head():
         reader, writer = os.pipe()
         os.close(reader)
         sys.stdout = open(writer, "w")
 
-    script = Script(tmp_path, "train", [*SMALL, "--sample", "0", *flags], head)
-    assert script.end() == 141 and script.errors() == [], script.output()
-    assert "Traceback" not in script.output()
+    for before, code in ((closed, 0), (head, 141)):
+        script = Script(tmp_path, "train", [*SMALL, "--sample", "0", *flags], before)
+        assert script.end() == code and script.errors() == [], script.output()
+        assert "Traceback" not in script.output()
+
+
+@pytest.mark.parametrize("buffering", [1, -1])
+def test_a_picture_of_schedules_on_a_full_disk(tmp_path, buffering):
+    def full():
+        sys.stdout = open("/dev/full", "w", buffering)
+
+    script = Script(tmp_path, "pipeline", ["--compare", "--nproc", "2"], full)
+    assert script.end() == 1 and "Traceback" not in script.output()
+    assert script.errors() == ["pipeline.py: what it prints finds no room: the disk is full"]
 
 
 def test_a_signal_in_the_middle_of_a_print(capfd):
@@ -220,7 +276,7 @@ def test_ctrl_c_at_any_moment_and_again(capfd, tmp_path):
         code, err = code_of(pid), capfd.readouterr().err
         # SIGTERM may come before the process can handle it: then it ends by that
         assert code in (130, 143, -signal.SIGTERM)
-        assert code < 0 or re.fullmatch(r"\S+: interrupted by (SIGINT|SIGTERM)\n", err)
+        assert code < 0 or re.fullmatch(r"\S+: interrupted by (SIGINT|SIGTERM)(: .*)?\n", err)
         begun.unlink()
 
 

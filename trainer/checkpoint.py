@@ -38,6 +38,7 @@ import torch
 import torch.distributed as dist
 
 from harness import Refused
+from harness.files import read
 from harness.placement import placement
 from harness.presets import parameter_shapes
 from proof.ledger import states_of
@@ -338,7 +339,7 @@ def read_index(path):
     if step is None:
         raise ValueError("its writer did not finish")
     try:
-        index = json.loads(pathlib.Path(path, "index.json").read_bytes())
+        index = json.loads(read(os.path.join(path, "index.json")))
         intact = index["step"] == step and index.get("crc32") in (None, crc_of(index))
     except (OSError, ValueError, LookupError, TypeError) as e:
         raise ValueError(f"its index.json can't be read ({e})") from e

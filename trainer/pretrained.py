@@ -28,7 +28,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 import harness
-from harness import Refused, check_folder, presets, read_json
+from harness import Refused, check_folder, files, presets, read_json
 from trainer import checkpoint, hf_config, saving, tokenizer
 
 CONTEXT = 1024  # the default of --context is at most this
@@ -205,6 +205,7 @@ class Folder:
         self.files = {}  # {tensor's name: (its open file, its name there)}
         for name in files_of(self.folder):
             try:
+                files.check_regular(self.folder / name)
                 file = safe_open(self.folder / name, framework="pt")
             except (OSError, SafetensorError) as e:
                 reason = getattr(e, "strerror", None) or e
