@@ -26,7 +26,7 @@ Limits    All ranks run the same units in the same order, or they wait for ever.
 Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054. Zhao et al. 2023, PyTorch FSDP, arXiv:2304.11277.
 """
 
-import functools
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -44,7 +44,7 @@ class PlainFSDP:
 
         units = [PlainFSDP(module, group) for module in (model.embed, *model.blocks, model.head)]
         optimizer = torch.optim.AdamW([unit.shard for unit in units])
-        for x, y in batches:                       # this rank's rows; target_count: all ranks'
+        for x, y in batches:                       # this rank's. target_count: all ranks' targets
             (cross_entropy(model(x), y, reduction="sum") / target_count).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -108,6 +108,147 @@ class PlainFSDP:
 # gathered before the unit runs and freed after, so step() sends nothing.
 
 
+class FSDP(ZeRO):
+    """Trains `model` over `group`: a rank holds its shards, and the weights of two units at most.
+
+        fsdp = FSDP(model, group, torch.optim.AdamW, microbatches=2)
+        for micro_batches, target_count in batches:    # the targets of all ranks in this step
+            fsdp.zero_grad()
+            for x, y in micro_batches:                 # this rank's 2
+                loss = cross_entropy(model(x), y, reduction="sum") / target_count
+                loss.backward()
+            fsdp.clip(fsdp.grad_norm(), 1.0)           # clip_grad_norm_ finds no p.grad
+            fsdp.step()                                # a scheduler goes on fsdp.optimizer
+
+    A unit's parameters have memory inside its forward only: reading them elsewhere crashes the
+    process by a segmentation fault (gather_full has copies). Parameters outside of all units: each
+    rank has the whole weights, and shards of gradients and optimizer states."""
+
+    valid_stages = (3,)
+
+    def __init__(
+        self,
+        model,
+        group,
+        make_optimizer,
+        microbatches=1,
+        units=None,  # modules, in the order of forward; None: default_units(model)
+        reshard=True,  # False: weights stay from forward until backward; a third less is sent
+        **options,  # of ZeRO and ShardedBucket
+    ):
+        self.reshard = reshard
+        self.unit_in_backward = None  # the one whose backward is running
+        self.gathered_ahead = None  # the one that has weights because it is likely to run next
+        self.units = []  # ZeRO.__init__ makes their buckets
+        for stage, part in (options.get("pipeline_stages") or {None: model}).items():
+            modules = default_units(part) if units is None else units
+            of_stage = [Unit(module, stage) for module in modules]
+            for unit, next_unit in pairwise(of_stage):
+                unit.next, next_unit.previous = next_unit, unit
+            self.units += of_stage
+        options["bucket_bytes"] = float("inf")  # a unit is one bucket
+        super().__init__(model, group, 3, make_optimizer, microbatches, **options)
+        for unit in self.units:
+            unit.module.register_forward_pre_hook(partial(self._before_forward, unit))
+            after_forward = partial(self._after_forward, unit)
+            unit.module.register_forward_hook(after_forward, with_kwargs=True)
+        for module in model.modules():
+            module.register_state_dict_pre_hook(check_state_dict)
+
+    def make_bucket(self, parameters, place, **options):
+        bucket_class = UnitBucket if place.units else ShardedBucket
+        bucket = bucket_class(parameters, place, self.stage, self.microbatches, **options)
+        for unit in place.units:
+            unit.buckets.append(bucket)
+        return bucket
+
+    def _before_forward(self, unit, module, inputs):
+        # Activation checkpointing runs it again in its own backward: then the weights are here
+        if self.unit_in_backward is not unit:
+            self._enter(unit, unit.next)
+
+    def _after_forward(self, unit, module, inputs, keyword_inputs, output):
+        if self.unit_in_backward is unit:
+            return
+        tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
+        check_output(module, output, tensors)
+        # Not an input that is returned unchanged: its gradient is complete only after this unit's
+        # backward
+        unchanged = {id(t) for t in tree_leaves((inputs, keyword_inputs))}
+        outputs = [t for t in tensors if t.requires_grad and id(t) not in unchanged]
+        for t in outputs:
+            t.register_hook(partial(self._before_backward, unit))
+        no_backward = not outputs
+        if no_backward or (self.reshard and unit.next):
+            unit.release()
+        elif self.reshard:  # the last unit's backward is likely to be next. If not, _enter frees it
+            self.gathered_ahead = unit
+
+    def _before_backward(self, unit, gradient):
+        """The hook of each output: its gradient is there."""
+        if self.unit_in_backward is unit:
+            return
+        if self.unit_in_backward is None:  # free the last unit when backward is over
+            torch.autograd.Variable._execution_engine.queue_callback(self.release_all)
+        else:
+            # Autograd runs in the reverse order of forward: all that ran after this unit is done.
+            # Reduce even if a gradient never came on this rank: all ranks must call collectives in
+            # one order. A tied matrix goes with its first unit
+            done = self.unit_in_backward
+            done.release()
+            self._reduce_full(complete=[b for b in done.buckets if b.place.units[0] is done])
+        self.unit_in_backward = unit
+        self._enter(unit, unit.previous)
+
+    def _enter(self, unit, likely_next):
+        """`unit` runs now, forward or backward. Start to gather the one that is likely next."""
+        if self.gathered_ahead not in (unit, None):
+            self.gathered_ahead.release()  # a wrong guess
+        unit.gather()
+        for bucket in unit.buckets:
+            bucket.wait_for_weights()
+        if likely_next is not None:
+            likely_next.gather()
+        self.gathered_ahead = likely_next
+
+    def release_all(self):
+        for unit in self.units:
+            # Other pipeline stages' weights may wait for their backward
+            if self.action is None or self.action.stage == unit.pipeline_stage:
+                unit.release()
+        self.gathered_ahead = self.unit_in_backward = None
+
+    def zero_grad(self, give_up=False):
+        # give_up helps only if all ranks raised in the same unit: else their gathers don't match
+        super().zero_grad(give_up)
+        self.release_all()  # what an exception has left
+
+    def update_weights(self, buckets=None):
+        self.release_all()  # what a forward without backward has left: it has old weights
+        super().update_weights(buckets)
+
+
+class Unit:
+    """A module whose weights are gathered before it runs, forward or backward, and freed after."""
+
+    def __init__(self, module, pipeline_stage):
+        check_unit(module)
+        self.module, self.pipeline_stage, self.buckets = module, pipeline_stage, []
+        self.previous = self.next = None  # its neighbours in the order of forward
+
+    def gather(self):
+        for bucket in self.buckets:
+            if not bucket.users:
+                bucket.gather()
+            bucket.users.add(self)
+
+    def release(self):
+        for bucket in self.buckets:
+            if bucket.users == {self}:
+                bucket.free()
+            bucket.users.discard(self)
+
+
 class UnitBucket(ShardedBucket):
     """`weights` has memory while it has `users`: units that need it now (a tied matrix: two).
 
@@ -131,162 +272,9 @@ class UnitBucket(ShardedBucket):
         self.weights.untyped_storage().resize_(0)
 
 
-class Unit:
-    """A module whose weights are gathered before it runs, forward or backward, and freed after."""
-
-    def __init__(self, fsdp, module, scope):
-        check_unit(module)
-        self.fsdp, self.module, self.scope, self.buckets = fsdp, module, scope, []
-        self.previous = self.next_unit = None  # its neighbours in the order of forward
-        module.register_forward_pre_hook(self.before_forward)
-        module.register_forward_hook(self.after_forward, with_kwargs=True)
-
-    def gather(self):
-        for bucket in self.buckets:
-            if not bucket.users:
-                bucket.gather()
-            bucket.users.add(self)
-
-    def release(self):
-        for bucket in self.buckets:
-            if bucket.users == {self}:
-                bucket.free()
-            bucket.users.discard(self)
-
-    def before_forward(self, module, inputs):
-        # Activation checkpointing runs it again during its own backward: the weights are here
-        if self.fsdp.in_backward is not self:
-            self.fsdp.enter(self, self.next_unit)
-
-    def after_forward(self, module, inputs, keyword_inputs, output):
-        if self.fsdp.in_backward is self:
-            return
-        tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
-        check_output(module, output, tensors)
-        # Skip an input that is returned unchanged: its gradient is complete only after this unit's
-        # backward
-        unchanged = {id(t) for t in tree_leaves((inputs, keyword_inputs))}
-        backward_comes = False
-        for t in tensors:
-            if t.requires_grad and id(t) not in unchanged:
-                t.register_hook(self.before_backward)
-                backward_comes = True
-        if backward_comes and self.fsdp.reshard and self.next_unit is None:
-            # Keep the last unit, whose backward is likely to be next. If not, enter() frees it
-            self.fsdp.gathered_ahead = self
-        elif self.fsdp.reshard or not backward_comes:
-            self.release()
-
-    def before_backward(self, gradient):
-        fsdp = self.fsdp
-        if fsdp.in_backward is self:
-            return
-        if fsdp.in_backward is None:  # free the last unit when backward is over
-            torch.autograd.Variable._execution_engine.queue_callback(fsdp.release_all)
-        else:
-            # Autograd runs in the reverse order of forward: all that ran after this unit is done
-            fsdp.in_backward.release()
-            fsdp.reduce_unit(fsdp.in_backward)
-        fsdp.in_backward = self
-        fsdp.enter(self, self.previous)
-
-
-class FSDP(ZeRO):
-    """Trains `model` over `group`: a rank holds its shards, and the weights of two units at most.
-
-        fsdp = FSDP(model, group, torch.optim.AdamW, microbatches=2)
-        for micro_batches, target_count in batches:    # this rank's rows; all ranks' targets
-            fsdp.zero_grad()
-            for x, y in micro_batches:                 # here 2
-                loss = cross_entropy(model(x), y, reduction="sum") / target_count
-                loss.backward()
-            fsdp.clip(fsdp.grad_norm(), 1.0)           # clip_grad_norm_ finds no p.grad
-            fsdp.step()                                # a scheduler goes on fsdp.optimizer
-
-    A unit's parameters have memory inside its forward only: reading them elsewhere crashes the
-    process by a segmentation fault (gather_full has copies). Parameters outside of all units: each
-    rank has the whole weights, and shards of gradients and optimizer states."""
-
-    valid_stages = (3,)
-
-    def __init__(
-        self,
-        model,
-        group,
-        make_optimizer,
-        microbatches=1,
-        units=None,  # modules, in the order of forward, of one scope; None: default_units(model)
-        reshard=True,  # False: weights stay from forward until backward; a third less is sent
-        **options,  # of ZeRO and ShardedBucket
-    ):
-        self.reshard = reshard
-        self.in_backward = None  # the unit whose backward is running
-        self.gathered_ahead = None  # a unit before it is entered: the likely next, or the kept last
-        self.units = []
-        scopes = options.get("scopes") or {None: model}
-        for scope, part in scopes.items():
-            modules = default_units(part) if units is None else units
-            of_scope = [Unit(self, module, scope) for module in modules]
-            for unit, next_unit in pairwise(of_scope):
-                unit.next_unit, next_unit.previous = next_unit, unit
-            self.units += of_scope
-        options["bucket_bytes"] = float("inf")  # a unit is one bucket
-        super().__init__(model, group, 3, make_optimizer, microbatches, **options)
-        for module in model.modules():
-            module.register_state_dict_pre_hook(check_state_dict)
-
-    def find_places(self):
-        places = super().find_places()
-        for unit in self.units:
-            for p in unit.module.parameters():  # a tied matrix has two units
-                places[p] = places[p]._replace(units=(*places[p].units, unit))
-        return places
-
-    def make_bucket(self, parameters, place, **options):
-        bucket_class = UnitBucket if place.units else ShardedBucket
-        bucket = bucket_class(parameters, place, self.stage, self.microbatches, **options)
-        for unit in place.units:
-            unit.buckets.append(bucket)
-        return bucket
-
-    def enter(self, unit, likely_next):
-        """`unit` runs now. Start the gather of `likely_next`: the next unit in forward, the
-        previous one in backward."""
-        if self.gathered_ahead not in (unit, None):
-            self.gathered_ahead.release()  # a wrong guess
-        unit.gather()
-        for bucket in unit.buckets:
-            bucket.wait_for_weights()
-        if likely_next:
-            likely_next.gather()
-        self.gathered_ahead = likely_next
-
-    def reduce_unit(self, unit):
-        """Its backward is over: reduce its buckets even if a gradient never came on this rank.
-        Other ranks have reduced them, and all must call collectives in one order."""
-        # A tied matrix goes with its first unit
-        self._reduce_full(also=[b for b in unit.buckets if b.place.units[0] is unit])
-
-    def release_all(self):
-        for unit in self.units:
-            # Other pipeline stages' weights may wait for their backward
-            if self.scope in (None, unit.scope):
-                unit.release()
-        self.gathered_ahead = self.in_backward = None
-
-    def zero_grad(self, give_up=False):
-        # give_up helps only if all ranks raised in the same unit: else their gathers don't match
-        super().zero_grad(give_up)
-        self.release_all()  # what an exception has left
-
-    def update_weights(self, buckets=None):
-        self.release_all()  # what a forward without backward has left: it has old weights
-        super().update_weights(buckets)
-
-
 def default_units(module):
-    """The items of the outermost containers (the blocks of a list of blocks), and the modules
-    beside them (embedding, head). An item without a forward, as a list in a dict, is descended."""
+    """The items of the outermost containers (such as a list of blocks), and the modules beside them
+    (embedding, head). An item without a forward, as a list in a dict, has its own items."""
     containers = nn.ModuleList, nn.ModuleDict, nn.Sequential
     if has_forward(module) and not any(isinstance(m, containers) for m in module.modules()):
         units = [module]
@@ -338,7 +326,7 @@ def main():
     args = parser.parse_args()
     harness.configure(args)
     # The training loop is zero.py's, with FSDP(...)
-    proof.launch(zero.demo, args, check=functools.partial(zero_flags.check_world, args))
+    proof.launch(zero.demo, args, check=partial(zero_flags.check_world, args))
 
 
 if __name__ == "__main__":

@@ -8,17 +8,17 @@
 Muon replaces a matrix's momentum U S V^T by about U V^T, in five Newton-Schulz steps, so that all
 directions move alike. The steps need whole matrices, not zero.py's shards: each rank owns some.
 
-Split     The layers' matrices, by the FLOPs of their iteration, largest first. All other parameters
-          take AdamW, which works on any piece: each rank owns 1/N of each.
+Split     Each of the layers' matrices goes to one rank, so that all have about equal work. All
+          other parameters take AdamW, which works on any piece: each rank owns 1/N of each.
 Sent      2 r P e bytes on average, r = (N-1)/N, for P parameters of e bytes on N ranks: as ZeRO-1.
           One reduce takes a matrix's gradient to its owner, one broadcast brings the new matrix to
-          all. A parameter with N owners takes N of each, one per part.
+          all. AdamW's parameters have N owners, and so N reduces and N broadcasts.
 Held      Weights and gradients whole, and 1/N of the states: one number per element of a matrix.
 Computed  20 m m n + 10 m m m FLOPs for a matrix of m x n, m <= n, once a step, on one rank.
 Backward  The model's own. A matrix is reduced as soon as its gradient is there.
 Use       For the layers of a language model: a lower loss than AdamW's after as many tokens.
-Limits    One rank iterates on a matrix, so more ranks than matrices are no faster. The ranks of
-          tensor parallelism gather a matrix that they share, and all of them iterate on it.
+Limits    More ranks than matrices are no faster. Tensor-parallel ranks gather a matrix that they
+          share, and all of them iterate on it.
 
     torchrun --nproc_per_node=4 muon.py                 python muon.py --family llama --experts 4
 
@@ -76,12 +76,12 @@ class PlainMuon(torch.optim.Optimizer):
                     self.step_on(p, **settings)
 
     @torch.no_grad()
-    def step_on(self, p, lr, weight_decay, momentum, dtype, **_):
+    def step_on(self, p, lr, weight_decay, momentum, dtype, **_):  # **_: "params"
         state = self.state[p]
         if not state:
             state["average"] = torch.zeros_like(p)
         state["average"].lerp_(p.grad, 1 - momentum)
-        direction = p.grad.lerp(state["average"], momentum)  # Nesterov: the newest counts more
+        direction = p.grad.lerp(state["average"], momentum)  # Nesterov: more of the newest
         p.mul_(1 - lr * weight_decay)
         p.sub_(lr * self.orthogonal(direction, p, dtype))
 
@@ -99,9 +99,9 @@ class PlainMuon(torch.optim.Optimizer):
 
 def step_by_owner(plain_muon, group):
     """In place of plain_muon.step(), after backward on this rank's rows. Before: all ranks have
-    equal weights, and a gradient of every matrix, even if it is zero. Not included: AdamW's
-    parameters. All-reduce their gradients (ddp.py), or the ranks' weights drift apart, silently.
-    Clip nothing before it: gradients here are one rank's. For clipping take Muon, below."""
+    equal weights, and a gradient of every matrix, even if it is zero. All-reduce the gradients of
+    AdamW's parameters yourself (ddp.py), or the ranks' weights drift apart, silently. Don't clip
+    before it: gradients are this rank's, not their sum. For clipping take Muon, below."""
     matrices = [p for settings in plain_muon.param_groups for p in settings["params"]]
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     for i, p in enumerate(matrices):
@@ -121,9 +121,9 @@ class Muon:
 
         matrices = [p for p in model.blocks.parameters() if p.dim() > 1]
         muon = Muon(model, group, matrices, lr=1e-3, microbatches=2)
-        for micro_batches, target_count in batches:    # this rank's rows; all ranks' targets
+        for micro_batches, target_count in batches:    # the targets of all ranks in this step
             muon.zero_grad()                           # the model's would replace p.grad
-            for x, y in micro_batches:                 # here 2
+            for x, y in micro_batches:                 # this rank's 2
                 loss = cross_entropy(model(x), y, reduction="sum") / target_count
                 loss.backward()
             muon.clip(muon.grad_norm(), 1.0)           # torch's would read unsummed gradients
@@ -142,7 +142,7 @@ class Muon:
         lr=1e-3,
         weight_decay=0.1,  # of all matrices, the embedding too; vectors have none
         microbatches=1,  # the backward passes of a step
-        scopes=None,  # a pipeline's stages on this rank: {stage: module}
+        pipeline_stages=None,  # of a rank with several: {stage: module}
         **options,  # momentum and dtype, of PlainMuon
     ):
         self.model, self.group = model, group
@@ -151,16 +151,16 @@ class Muon:
         trained = [p for p in model.parameters() if p.requires_grad]
         owners = deal_to_owners([p for p in trained if p in matrices], group)
 
-        # 1  Each matrix has a bucket, in the order of backward. Vectors are small: those of one
-        #    kind share a bucket, which stands where backward completes it
-        kinds = {}
+        # 1  Buckets, in the order in which backward completes them: one per matrix, and one for all
+        #    vectors of a kind, which are small
+        by_kind = {}
         for p in reversed(trained):
             kind = p if p.dim() > 1 else (p.dtype, p.device, place_of(p, group))
-            kinds[kind] = [*kinds.pop(kind, []), p]  # popped, so that it moves to the end
-        self.buckets = [OwnedBucket(found, owners.get(found[0]), group) for found in kinds.values()]
+            by_kind[kind] = [*by_kind.pop(kind, []), p]  # popped: a kind stands at its last member
+        self.buckets = [OwnedBucket(ps, owners.get(ps[0]), group) for ps in by_kind.values()]
 
         # 2  Hooks count the gradients. A tied matrix gets one from each stage that uses it
-        modules = scopes.values() if scopes else [model]
+        modules = pipeline_stages.values() if pipeline_stages else [model]
         uses = Counter(p for module in modules for p in module.parameters())
         for bucket in self.buckets:
             bucket.grads_per_step = microbatches * sum(uses[p] for p in bucket.parameters)
@@ -168,15 +168,15 @@ class Muon:
                 p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket))
 
         # 3  The optimizers step on what this rank owns
-        owned, groups = [], []
+        by_muon, by_adamw = [], []
         for bucket in self.buckets:
             if bucket.owner is None:
                 decay = weight_decay if bucket.parameters[0].dim() > 1 else 0.0
-                groups.append({"params": bucket.pieces, "weight_decay": decay})
+                by_adamw.append({"params": bucket.pieces, "weight_decay": decay})
             elif bucket.owner == bucket.rank:
-                owned += bucket.parameters
-        self.muon = ShardedMuon([{"params": owned}], lr, weight_decay, **options)
-        self.adamw = torch.optim.AdamW(groups or [{"params": []}], lr, (0.9, 0.95), fused=True)
+                by_muon += bucket.parameters
+        self.muon = ShardedMuon([{"params": by_muon}], lr, weight_decay, **options)
+        self.adamw = torch.optim.AdamW(by_adamw or [{"params": []}], lr, (0.9, 0.95), fused=True)
         self.optimizers = self.muon, self.adamw
 
         self.addresses = addresses_of(model)  # for check_addresses
@@ -201,7 +201,7 @@ class Muon:
         check_addresses(self)
         check_finished(self)
         self.finished = False
-        self.started = 0  # how many buckets are on their way, or reduced
+        self.started = 0  # the number of buckets whose reduction has started
         for bucket in self.buckets:
             bucket.gradients.zero_()
             bucket.grads_left = bucket.grads_per_step
@@ -240,7 +240,7 @@ class Muon:
         """Step on what this rank owns, and send the new weights to all."""
         self.finish()
         self.adamw.step()
-        [settings] = self.muon.param_groups
+        [settings] = self.muon.param_groups  # all matrices are in one
         for bucket in self.buckets:
             if bucket.owner == bucket.rank:
                 self.muon.step_on(bucket.parameters[0], **settings)
@@ -258,7 +258,7 @@ class Muon:
         """The norm of the whole gradient: a float64 scalar, the same on all ranks. pipeline_group:
         the ranks with the other stages of a pipeline."""
         self.finish()
-        squares = {}  # {the groups over which they are summed: of this rank's parts}
+        squares = {}  # {groups: the sum of this rank's squares that is summed over them}
         for groups, part in counted_buckets(self, pipeline_group):
             square = torch.linalg.vector_norm(part, dtype=torch.float64).square()
             squares[groups] = squares.get(groups, 0) + square
@@ -281,7 +281,7 @@ class Muon:
 
     def gather_full(self, named=()):
         """Bring the complete gradients to every rank's p.grad, for checks. All ranks call it.
-        Returns the (name, parameter) pairs that it gets, as ZeRO's."""
+        Returns its (name, parameter) pairs, as ZeRO's does."""
         self.finish()
         for bucket in self.buckets:
             self.works += bucket.send_from_owners(bucket.gradients)
@@ -314,7 +314,7 @@ class OwnedBucket:
     """A matrix, or vectors, as two flat tensors: each p and p.grad is a view of them. They belong
     to the rank `owner`. owner None: each rank owns 1/N of the elements, and AdamW steps on them.
 
-    owned         {rank: the elements that it owns}, each with a message in sum and one in send
+    owned         {rank: the elements that it owns}: one reduce and one broadcast for each
     own_slice     the elements that this rank owns
     own_gradient  this rank's part of the gradients
     pieces        what this rank owns of each parameter; the parameter itself if it is the owner
@@ -350,9 +350,8 @@ class OwnedBucket:
     def sum_on_owners(self):
         """Start to sum the gradients: each element on its owner alone."""
         for owner, part in self.owned.items():
-            yield dist.reduce(
-                self.gradients[part], group=self.group, group_dst=owner, async_op=True
-            )
+            gradients = self.gradients[part]
+            yield dist.reduce(gradients, group=self.group, group_dst=owner, async_op=True)
 
     def send_from_owners(self, flat):
         """Start to bring the owners' elements of `weights` or `gradients` to all."""
@@ -365,9 +364,10 @@ class OwnedBucket:
 
 class ShardedMuon(PlainMuon):
     """PlainMuon for shards of matrices. All ranks that share a matrix gather the direction, iterate
-    on the whole, and keep their part."""
+    on the whole, and keep their part. As in torch's fused optimizers, a step changes nothing if the
+    tensor found_inf is 1: a loss scaler, or train.py, can skip it without waiting for the GPU."""
 
-    found_inf = None  # as in torch's fused optimizers: a tensor, 1 if a step must change nothing
+    found_inf = None
 
     def step_on(self, p, lr, **settings):
         if self.found_inf is not None:
@@ -406,7 +406,7 @@ def place_of(p, group):
     return placed(p, "data", group), tuple(placed(p, "partial", ())), cut_groups
 
 
-# The rest is as in zero.py
+# From here to the refusals as in zero.py
 
 
 def placed(p, key, default):
@@ -417,17 +417,17 @@ def placed(p, key, default):
 def counted_buckets(muon, pipeline_group):
     """Of each bucket: (the groups over which the norm adds up its parts, this rank's part of the
     gradient). Of ranks with the same part the first counts it, the others get an empty one."""
-    # Where some parameters are cut, whole ones are replicated. (Experts have a group of their own)
+    # Groups that cut some parameters replicate the others. (Experts have a data group of their own)
     cuts = [bucket.cut_groups for bucket in muon.buckets if bucket.group is muon.group]
     cut_groups = next(filter(None, cuts), ())
     for bucket in muon.buckets:
         groups = bucket.group, *(bucket.cut_groups or cut_groups)
         outers = groups if pipeline_group is None else (*groups, pipeline_group)
         # Ranks that have added up their gradients have the same part
-        copies = [group for group in bucket.partial if is_within(group, outers)]
+        replicated_over = [group for group in bucket.partial if is_within(group, outers)]
         if not bucket.cut_groups:
-            copies += cut_groups
-        is_first = all(dist.get_rank(group) == 0 for group in copies)
+            replicated_over += cut_groups
+        is_first = all(dist.get_rank(group) == 0 for group in replicated_over)
         yield groups, bucket.own_gradient if is_first else bucket.own_gradient[:0]
 
 

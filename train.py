@@ -181,14 +181,14 @@ def data_parallel(run, model, groups):
     draw = pretrained.Folder(args.init_from, run.config).draw if args.init_from else initialize.draw
     buckets = dict(microbatches=args.microbatches, bucket_bytes=int(args.bucket_mb * 2**20))
     # The pipeline's backward passes of different stages alternate: they must be told apart
-    scopes = {int(stage): part for stage, part in model.parts.items()}
+    pipeline_stages = {int(stage): part for stage, part in model.parts.items()}
 
     if args.optimizer == "muon":
         run.fill(model, draw)
         # The one process of --prove takes its steps with this one
         run.make_optimizer = receipts.muon.one_process(muon.PlainMuon)
         options = dict(lr=args.lr, weight_decay=args.weight_decay)
-        options |= dict(microbatches=args.microbatches, scopes=scopes)
+        options |= dict(microbatches=args.microbatches, pipeline_stages=pipeline_stages)
         return muon.Muon(model, dp, receipts.muon.matrices_of(model), **options)
 
     # ZeRO keeps masters, the weights in --dtype: mixed precision takes it, even at stage 0
@@ -203,8 +203,8 @@ def data_parallel(run, model, groups):
     options = dict(
         make_optimizer=functools.partial(harness.make_optimizer, args=args),
         microbatches=args.microbatches,
-        scopes=scopes,
-        splits=zero_flags.splits(groups),
+        pipeline_stages=pipeline_stages,
+        hsdp=zero_flags.hsdp(groups),
         **zero_flags.options(run, model, args.zero, draw),
     )
     if args.zero == 3:
@@ -212,7 +212,7 @@ def data_parallel(run, model, groups):
     sharded = zero.ZeRO(model, dp, args.zero, **options)
     if args.islands == 1:  # islands write averages to the weights between two steps
         # A unit reads no weights but its own: it can wait for them when its forward begins
-        units = [unit for part in scopes.values() for unit in fsdp.default_units(part)]
+        units = [unit for part in pipeline_stages.values() for unit in fsdp.default_units(part)]
         zero.wait_in_forward(sharded, units)
     return sharded
 

@@ -4,23 +4,23 @@
       0   nothing (DDP)    ########  ########   ########   2 + 2 + 12          2 r P e
       1   optimizer state  ########  ########   ##         2 + 2 + 12/N        2 r P e
       2   gradients too    ########  ##         ##         2 + 2/N + 12/N      (1+m) r P e
-      3   weights: FSDP    ##        ##         ##         2/N + 2/N + 12/N    3 m r P e
+      3   weights: fsdp.py ##        ##         ##         2/N + 2/N + 12/N    3 m r P e
 
-P parameters of e bytes on N ranks (drawn: 4), m micro-batches, r = (N-1)/N. Held, in bytes: weights
-and gradients in 16 bits; in 32 a master copy and Adam's two moments. Stage 3: fsdp.py.
+P parameters of e bytes on N ranks (drawn: 4), m micro-batches, r = (N-1)/N. Bytes held: 2 for a
+16-bit weight, 2 for its gradient, 12 for its 32-bit master copy and Adam's two moments.
 
     parameters   | up           | bias | wk     | wq      |//|    a bucket: one flat tensor
     shards       | rank 0   | rank 1   | rank 2   | rank 3   |    equal: padded with //
 
-Split     An optimizer treats each element separately, so each rank can update 1/N of the
+Split     Adam and SGD treat each element separately, so each rank can update 1/N of the
           elements: its shard.
 Sent      Gradients are reduce-scattered: a rank gets its shard of their sum. The new weights are
           all-gathered. Both together are an all-reduce, so stage 1 sends what DDP sends.
 Backward  Autograd runs as usual. Hooks copy each gradient into its bucket, the last layer's first.
           A full bucket is reduce-scattered while backward continues. Stage 1 reduces in the last
           micro-batch only, stage 2 in each, and frees the bucket. step() waits, and updates shards.
-Use       Stage 1 costs nothing over DDP; never with Muon, which needs whole matrices. With one
-          micro-batch stage 2 costs nothing either; with more take it where gradients don't fit.
+Use       Stage 1 sends no more than DDP. Nor does stage 2 with one micro-batch; with more, take it
+          where gradients don't fit. Neither goes with Muon, which needs whole matrices.
 
     torchrun --nproc_per_node=4 zero.py --stage 2               python zero.py --fit
 
@@ -48,17 +48,16 @@ class PlainZeRO1:
     """The whole idea: one bucket, reduced after backward.
 
         zero = PlainZeRO1(model, group, torch.optim.SGD)
-        for x, y in batches:                       # this rank's rows; target_count: all ranks'
+        for x, y in batches:                       # this rank's. target_count: all ranks' targets
             (cross_entropy(model(x), y, reduction="sum") / target_count).backward()
             zero.step()
 
-    With several micro-batches call step() after the last. For stage 2 call zero.reduce() after each
-    of the others: then no p.grad outlives its backward pass. (At the end of the pass all are there.
-    ZeRO, below, reduces and frees them while it runs.)
+    With several micro-batches call step() after the last one's backward. For stage 2 call reduce()
+    after each of the others: it frees the whole gradients, and keeps this rank's shard.
 
-    All ranks start with equal weights, of one dtype, on one device, none frozen. Not checked:
-    clip_grad_norm_ (before step() it sees this rank's gradients, not their sum); an optimizer that
-    tells matrices from vectors by p.dim(): the shard is flat."""
+    All ranks start with equal weights, of one dtype, on one device, none frozen. Don't call
+    clip_grad_norm_: before step() it sees this rank's gradients, not their sum. The optimizer sees
+    one flat shard: it can't leave vectors out of weight decay, for example."""
 
     def __init__(self, model, group, make_optimizer):
         self.group, self.parameters = group, list(model.parameters())
@@ -103,20 +102,20 @@ class ZeRO:
     """Trains `model` over `group` in stage 0, 1 or 2.
 
         zero = ZeRO(model, group, 1, torch.optim.AdamW, microbatches=2)
-        for micro_batches, target_count in batches:    # this rank's rows; all ranks' targets
+        for micro_batches, target_count in batches:    # the targets of all ranks in this step
             zero.zero_grad()
-            for x, y in micro_batches:                 # here 2
+            for x, y in micro_batches:                 # this rank's 2
                 loss = cross_entropy(model(x), y, reduction="sum") / target_count
                 loss.backward()
             zero.clip(zero.grad_norm(), 1.0)           # clip_grad_norm_ finds no p.grad
             zero.step()                                # a scheduler goes on zero.optimizer
 
-    Before: all ranks have equal weights, loaded, tied and frozen in their final form. Not checked:
-    equal weights. (torch's DDP broadcasts rank 0's weights and buffers.) ZeRO puts new parameters
-    into the modules: make optimizers, hooks and references after it. Activation checkpointing needs
-    use_reentrant=False."""
+    Before: all ranks have equal weights, loaded, tied and frozen in their final form. (torch's DDP
+    broadcasts rank 0's; ZeRO doesn't.) ZeRO puts new parameters into the modules: make optimizers,
+    hooks and references after it. Activation checkpointing needs use_reentrant=False."""
 
     valid_stages = 0, 1, 2  # fsdp.py's is 3
+    units = ()  # fsdp.py's: they gather weights
 
     def __init__(
         self,
@@ -126,21 +125,22 @@ class ZeRO:
         make_optimizer,  # of a list of parameters: one that works element by element
         microbatches=1,  # the backward passes of a step
         bucket_bytes=25 << 20,  # of the largest bucket; a larger parameter has one of its own
-        splits=None,  # HSDP: see find_places
-        scopes=None,  # a pipeline's stages: see find_places
+        hsdp=None,  # replicas of the shards: see find_places
+        pipeline_stages=None,  # see find_places
         **options,  # of ShardedBucket
     ):
         self.model, self.group, self.stage, self.microbatches = model, group, stage, microbatches
-        self.splits, self.scopes = splits or {}, scopes or {None: model}
-        self.scope, self.inputs_only = None, False  # of the running backward pass, see `around`
+        self.hsdp, self.pipeline_stages = hsdp or {}, pipeline_stages or {None: model}
         self.queue = []  # buckets that wait for gradients of the running backward pass
-        self.reductions = []  # (bucket, wait) of those on their way
+        self.reductions = []  # (bucket, wait): reductions on their way
         self.replica_sums = []  # HSDP's sums of shards over replicas on their way
+        self.action = None  # what a pipeline is running: see `around`
         self.last_call = None  # "zero_grad", "unfinished backward", "backward" or "finish"
         # 1  The parameters are dealt out to buckets, and become views of them
-        self.buckets, view_of, places = [], {}, self.find_places()
+        places = find_places(self)  # {parameter: which ranks share it, and more}
+        self.buckets, view_of = [], {}
 
-        def kind_of(p):  # all parameters of a bucket are of one kind
+        def kind_of(p):  # equal for all parameters of a bucket
             return p.requires_grad, p.dtype, p.device, places[p]
 
         for parameters in group_parameters(model.parameters(), bucket_bytes, kind_of):
@@ -151,7 +151,7 @@ class ZeRO:
             for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
                 setattr(module, name, view_of[p])
             module.register_load_state_dict_pre_hook(lambda *_: check_load_state_dict(self))
-        # 2  The optimizer steps on this rank's piece of each. Hooks take the gradients
+        # 2  The optimizer steps on this rank's pieces of parameters. Hooks take the gradients
         self.trainable = [bucket for bucket in self.buckets if bucket.trainable]
         pieces = []
         for bucket in self.trainable:
@@ -160,9 +160,6 @@ class ZeRO:
                 p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket, i))
         self.optimizer = make_optimizer(pieces)
         check_zero_arguments(self)
-
-    def find_places(self):
-        return find_places(self.model, self.group, self.splits, self.scopes)
 
     def make_bucket(self, parameters, place, **options):
         return ShardedBucket(parameters, place, self.stage, self.microbatches, **options)
@@ -177,13 +174,10 @@ class ZeRO:
 
     def zero_grad(self, give_up=False):
         """Start a step. After an exception on any rank all ranks call it with give_up=True."""
-        # By itself if an exception ended its own backward: other ranks may wait in finish()
-        give_up = give_up or self.last_call == "unfinished backward"
-        if not give_up:
-            check_zero_call(self, "zero_grad")
         check_zero_parameters(self)
-        if give_up and self.last_call != "finish":
-            self._reduce_all(given_up=True)
+        if give_up or self.last_call == "unfinished backward":  # an exception ended it on this rank
+            self._give_up()
+        check_zero_call(self, "zero_grad")
         self.last_call = "zero_grad"
         for bucket in self.trainable:
             bucket.zero_grad()
@@ -202,7 +196,7 @@ class ZeRO:
         self._reduce_full()
 
     def _backward_ends(self):
-        self._reduce_full(also=list(self.queue))  # a parameter may have got no gradient
+        self._reduce_full(complete=self.queue)  # a parameter may have got no gradient
         self.last_call, self.queue = "backward", []
         if self.stage >= 2:
             self._wait()
@@ -211,9 +205,20 @@ class ZeRO:
         """Complete the gradients, after the last backward of a step. grad_norm(), clip() and step()
         call it too."""
         check_zero_call(self, "finish")
-        if self.last_call != "finish":
-            self._reduce_all()
-            self.last_call = "finish"
+        if self.last_call == "finish":
+            return
+        self._wait()
+        # Passes that only other ranks ran, or this one gave up: it must still join their reductions
+        while any(bucket.passes_left for bucket in self.trainable):
+            self.queue = self.queue or self._new_queue()  # giving up leaves the rest of a queue
+            self._reduce_full(complete=self.queue)
+            self._wait()  # a bucket has one reduction at a time
+        while self.replica_sums:
+            self.replica_sums.pop().wait()
+        for bucket in self.trainable:
+            for group in bucket.place.partial:  # rarely any: not overlapped
+                dist.all_reduce(bucket.gradient_shard, group=group)
+        self.last_call = "finish"
 
     def step(self):
         """Step on this rank's shards, and send the new weights to all. Called again without
@@ -221,13 +226,13 @@ class ZeRO:
         check_zero_call(self, "step")
         self.finish()
         for bucket in self.trainable:
-            # Copied only if the master has another dtype, or is on another device, by offload
+            # A copy only if the master has another dtype or, by offload, another device
             gradient = bucket.gradient_shard.to(bucket.master, non_blocking=True)
             for i, piece in enumerate(bucket.pieces):
                 piece.grad = bucket.part_of(i, gradient).view(piece.shape)
         if any(bucket.is_offloaded for bucket in self.trainable):
             torch.cuda.synchronize()  # gradients have arrived, the last step's weights have left
-        # Gathers of the step before may still read the shards, if no forward has waited for them
+        # If there was no forward, gathers of the step before may still read the shards
         wait_for_weights(self.buckets)
         self.optimizer.step()  # once for all buckets: some optimizers count their steps
         self.optimizer.zero_grad()
@@ -247,13 +252,15 @@ class ZeRO:
 
     def _new_queue(self):
         queue = [bucket for bucket in self.trainable if bucket.passes_left > 0]
-        return [b for b in queue if self.scope in (None, *b.place.scopes)]
+        if self.action is not None:  # the backward pass of one pipeline stage
+            queue = [b for b in queue if self.action.stage in b.place.pipeline_stages]
+        return queue
 
-    def _reduce_full(self, also=()):
-        """Start to reduce the next buckets of the queue, as long as they are full or in `also`."""
-        if self.inputs_only:  # I of a split backward: W brings the weights' gradients later
-            return
-        while self.queue and (not self.queue[0].missing or self.queue[0] in also):
+    def _reduce_full(self, complete=()):
+        """Start to reduce the queue's next buckets, as long as they are full or in `complete`."""
+        if self.action is not None and self.action.kind == "I":
+            return  # a split backward: its part W brings the weights' gradients later
+        while self.queue and (not self.queue[0].missing or self.queue[0] in complete):
             bucket = self.queue.pop(0)
             bucket.passes_left -= 1
             bucket.missing = set(range(len(bucket.parameters)))
@@ -268,29 +275,21 @@ class ZeRO:
             bucket, wait = self.reductions.pop(0)
             wait()
             bucket.keep_shard()
-            if bucket.place.across is not None and bucket.passes_left == 0:  # HSDP's second sum
-                options = {"group": bucket.place.across, "async_op": True}
-                self.replica_sums.append(dist.all_reduce(bucket.gradient_shard, **options))
+            replicas = bucket.place.replica_group
+            if replicas is not None and bucket.passes_left == 0:  # HSDP's second sum
+                work = dist.all_reduce(bucket.gradient_shard, group=replicas, async_op=True)
+                self.replica_sums.append(work)
 
-    def _reduce_all(self, given_up=False):
-        """Reduce what backward has not, and wait for all. That is nothing, unless this rank ran
-        fewer backward passes than others, or an exception ended one: it must still join their
-        reductions."""
-        self._wait()  # an exception may leave a bucket that the next queue has again
-        while any(bucket.passes_left for bucket in self.trainable):
-            self.queue = self.queue or self._new_queue()  # an exception leaves a part of one
-            if given_up:
-                for bucket in self.queue:
-                    bucket.allocate_gradients()
-                    bucket.gradients.fill_(torch.nan)  # incomplete: nobody may train on it
-            self._reduce_full(also=list(self.queue))
-            self._wait()  # a bucket has one reduction at a time
-        for work in self.replica_sums:
-            work.wait()
-        self.replica_sums.clear()
+    def _give_up(self):
+        """Join the reductions in which other ranks may wait."""
+        self._wait()
         for bucket in self.trainable:
-            for group in bucket.place.partial:  # rarely any: not overlapped
-                dist.all_reduce(bucket.gradient_shard, group=group)
+            if bucket.passes_left > 0:
+                bucket.allocate_gradients()
+                bucket.gradients.fill_(torch.nan)  # incomplete: nobody may train on it
+        if self.last_call == "unfinished backward":
+            self.last_call = "backward"
+        self.finish()
 
     # --- beside a step: the norm, clipping, whole copies
 
@@ -298,13 +297,13 @@ class ZeRO:
         """The norm of the whole gradient: a float64 scalar, the same on all ranks. pipeline_group:
         the ranks with the other stages of a pipeline."""
         self.finish()
-        parts = {}  # {groups: the parts of gradients whose squares are summed over them}
+        parts_of = {}  # {groups: the parts of gradients whose squares are summed over them}
         for groups, part in counted_parts(self, pipeline_group):
-            parts.setdefault(groups, []).append(part)
+            parts_of.setdefault(groups, []).append(part)
         total = self.buckets[0].weights.new_zeros((), dtype=torch.float64)
-        for groups, of_groups in parts.items():
-            dtype = torch.promote_types(of_groups[0].dtype, torch.float32)
-            norms = torch.stack(torch._foreach_norm(of_groups, dtype=dtype))
+        for groups, parts in parts_of.items():
+            dtype = torch.promote_types(parts[0].dtype, torch.float32)
+            norms = torch.stack(torch._foreach_norm(parts, dtype=dtype))
             total += sum_over(groups, norms.double().square().sum())
         return sum_over([pipeline_group], total).sqrt()
 
@@ -334,17 +333,16 @@ class ZeRO:
 
     @property
     def param_groups(self):
-        """The optimizer's, for learning rates."""
-        return self.optimizer.param_groups
+        return self.optimizer.param_groups  # for learning rates
 
     @contextlib.contextmanager
     def around(self, action):
-        """For Pipeline(..., around=zero.around), which says whose backward pass is running."""
-        self.scope, self.inputs_only = action.stage, action.kind == "I"
+        """For Pipeline(..., around=zero.around), which says what it is running."""
+        self.action = action
         try:
             yield
         finally:
-            self.scope, self.inputs_only = None, False
+            self.action = None
 
 
 class ShardedBucket:
@@ -358,7 +356,7 @@ class ShardedBucket:
     gradient_shard  (S/N,)  this rank's shard of their sum over all ranks"""
 
     keeps_weights = True  # fsdp.py frees them
-    waits_in_forward = False  # for new weights: see the function of this name
+    waits_in_forward = False  # for new weights: see wait_in_forward
 
     def __init__(
         self,
@@ -372,7 +370,7 @@ class ShardedBucket:
         offload=False,  # masters and optimizer states are in the host's memory
         reduce_each=True,  # stage 2 in each backward pass; False: sends less, holds all gradients
     ):
-        self.place, self.group, self.stage = place, place.inside, stage
+        self.place, self.group, self.stage = place, place.shard_group, stage
         self.trainable = parameters[0].requires_grad
         self.ranks, rank = 1, 0
         if stage > 0:
@@ -399,8 +397,8 @@ class ShardedBucket:
         self.gathering = None  # the all-gather of new weights that is on its way
         self.parameters, self.pieces = [], []
         for i, p in enumerate(parameters):
-            # New, because p.data can't leave the meta device. `weights` and .data have two version
-            # counters: autograd must not take a gather for a change of the weights that it saved
+            # A new one, as p may be on the meta device. By .data it has its own version counter:
+            # autograd must not take a gather for a change of the weights that it saved
             view = nn.Parameter(self.weights[self.slices[i]].data.view(p.shape), self.trainable)
             view.__dict__.update(p.__dict__, stepped_on_in_pieces=True)  # diloco.py refuses it
             self.parameters.append(view)
@@ -418,7 +416,7 @@ class ShardedBucket:
             self.gradient_shard = self.weights.new_zeros(length, dtype=self.reduce_dtype)
         # 4  The backward passes of a step, and which parameters have no gradient in this one yet
         self.reduce_each = reduce_each and stage >= 2  # else in the last pass only
-        self.passes = self.passes_left = microbatches * len(place.scopes)
+        self.passes = self.passes_left = microbatches * len(place.pipeline_stages)
         self.missing = set(range(len(parameters)))
 
     def view(self, i, flat):
@@ -463,8 +461,8 @@ class ShardedBucket:
             self.gradients = None
 
     def start_update(self):
-        """The master has new values: start to bring them to all ranks."""
-        # Does nothing if they are one tensor
+        """The master has new values: start to bring them to the shard, if it is another tensor, and
+        to all ranks."""
         self.shard.copy_(self.master.to(self.shard.device, non_blocking=True))
         if self.keeps_weights and self.ranks > 1:
             self.start_gather()
@@ -531,9 +529,9 @@ def group_parameters(parameters, bucket_bytes, kind_of):
 
 
 def wait_in_forward(zero, modules):
-    """Have each of these modules, such as fsdp.default_units(model), wait for its new weights when
-    its forward begins, so that step() does not. Before that nobody else may read these weights, or
-    write the masters. For stages 1 and 2."""
+    """For stages 1 and 2: step() no longer waits for the gathers of new weights. Each module, such
+    as those of fsdp.default_units(model), waits for its own when its forward begins. Before that
+    nobody else may read these weights, or write the masters."""
     waiting = {p for module in modules for p in module.parameters()}
     for bucket in zero.buckets:
         # A weight outside of the modules is read without a wait: step() waits for its bucket
@@ -552,29 +550,31 @@ def wait_in_forward(zero, modules):
 class Place(NamedTuple):
     """Which ranks share a parameter, and which backward passes bring its gradients."""
 
-    data: dist.ProcessGroup  # the ranks over which its gradient is summed
-    inside: dist.ProcessGroup  # those of them that split one replica: without HSDP all
-    across: dist.ProcessGroup | None  # HSDP: those with the same shard of other replicas
+    data_group: dist.ProcessGroup  # the ranks over which its gradient is summed
+    shard_group: dist.ProcessGroup  # those of them that split one replica: without HSDP all
+    replica_group: dist.ProcessGroup | None  # HSDP: those with the same shard of other replicas
     partial: tuple  # further groups over which its gradient is a partial sum
-    scopes: tuple  # the pipeline stages that use it: each has a backward pass per micro-batch
-    units: tuple = ()  # fsdp.py's, which gather it
+    pipeline_stages: tuple  # that use it: each has a backward pass per micro-batch
+    units: tuple  # those of fsdp.py that use it: two for a tied matrix
 
 
-def find_places(model, group, splits, scopes):
+def find_places(zero):
     """{parameter: its Place}, from p.placement, which other kinds of parallelism write.
 
-    scopes  a pipeline's rank with several stages: {stage: its module}. Each has a backward pass per
-            micro-batch, and the pipeline says which one is running: ZeRO.around
-    splits  HSDP, ZeRO within a node and replicas across nodes: {data group: (the ranks that split
-            this replica, the ranks with the same shards, one of each replica)}"""
-    used = {scope: set(module.parameters()) for scope, module in scopes.items()}
+    hsdp: ZeRO within a node and replicas across nodes. {data group: (the ranks that split this
+    replica, the ranks with the same shards, one of each replica)}
+    pipeline_stages: {stage: its module}, of a rank with several. Each has a backward pass per
+    micro-batch. The pipeline says which one is running: ZeRO.around"""
+    in_stage = {stage: set(part.parameters()) for stage, part in zero.pipeline_stages.items()}
+    in_unit = {unit: set(unit.module.parameters()) for unit in zero.units}
     places = {}
-    for p in model.parameters():
-        data_group = placed(p, "data", group)
-        inside, across = splits.get(data_group, (data_group, None))
-        of_scopes = tuple(scope for scope, parameters in used.items() if p in parameters)
+    for p in zero.model.parameters():
+        data_group = placed(p, "data", zero.group)
+        shard_group, replica_group = zero.hsdp.get(data_group, (data_group, None))
         partial = tuple(placed(p, "partial", ()))
-        places[p] = Place(data_group, inside, across, partial, of_scopes)
+        stages = tuple(stage for stage in in_stage if p in in_stage[stage])
+        units = tuple(unit for unit in in_unit if p in in_unit[unit])
+        places[p] = Place(data_group, shard_group, replica_group, partial, stages, units)
     return places
 
 
@@ -590,23 +590,23 @@ def groups_cutting(p):
 def counted_parts(zero, pipeline_group):
     """Of each parameter: (the groups over which the norm adds up its parts, this rank's part of the
     gradient). Of ranks with the same part the first counts it, the others get an empty one."""
-    # Where some parameters are cut, whole ones are replicated. (Experts have their own data group)
-    usual = (b.parameters for b in zero.buckets if b.place.data is zero.group)
+    # Groups that cut some parameters replicate the others. (Experts have a data group of their own)
+    usual = (b.parameters for b in zero.buckets if b.place.data_group is zero.group)
     cut_groups = next(filter(None, map(groups_cutting, chain.from_iterable(usual))), [])
     for bucket in zero.trainable:
         place = bucket.place
         # Ranks that have added up their gradients have the same part
-        summed = [*place.partial] if place.across is None else [place.across, *place.partial]
+        summed = [g for g in (place.replica_group, *place.partial) if g is not None]
         for i, p in enumerate(bucket.parameters):
             cuts = groups_cutting(p)
             groups = cuts or cut_groups
-            if zero.stage > 0:
-                groups = [place.data, *groups]
+            if zero.stage > 0:  # shards add up
+                groups = [place.data_group, *groups]
             outers = groups if pipeline_group is None else [*groups, pipeline_group]
-            copies = [group for group in summed if is_within(group, outers)]
+            replicated_over = [group for group in summed if is_within(group, outers)]
             if not cuts:
-                copies += cut_groups
-            is_first = all(dist.get_rank(group) == 0 for group in copies)
+                replicated_over += cut_groups
+            is_first = all(dist.get_rank(group) == 0 for group in replicated_over)
             part = bucket.part_of(i, bucket.gradient_shard)
             yield tuple(groups), part if is_first else part[:0]
 
@@ -637,13 +637,13 @@ def check_zero_arguments(zero):
     if kind in NOT_ELEMENTWISE:
         advice = "take AdamW or SGD; for Muon muon.py"
         raise ValueError(f"{kind} needs whole matrices, ZeRO has pieces of them: {advice}")
-    for group, across in zero.splits.values():
-        if across is not None:  # ranks with different shards would be added
-            places = [None] * dist.get_world_size(across)
-            own = dist.get_rank(group), dist.get_world_size(group)
-            dist.all_gather_object(places, own, group=across)
+    for shard_group, replica_group in zero.hsdp.values():
+        if replica_group is not None:  # ranks with different shards would be added
+            places = [None] * dist.get_world_size(replica_group)
+            own = dist.get_rank(shard_group), dist.get_world_size(shard_group)
+            dist.all_gather_object(places, own, group=replica_group)
             if len(set(places)) > 1:
-                raise ValueError("splits need one rank of each replica, at the same place of each")
+                raise ValueError("hsdp needs one rank of each replica, at the same place of each")
 
 
 def check_zero_call(zero, call):
@@ -680,9 +680,9 @@ def check_zero_gradient(zero, bucket):
         raise RuntimeError(
             f"a gradient came after its bucket was reduced: there were more backward passes than"
             f" microbatches={zero.microbatches}, or no zero_grad(). For several stages or a split"
-            " backward write ZeRO(..., scopes={stage: module}), Pipeline(..., around=zero.around)"
-            "; for a weight with two gradients per micro-batch weight.used_twice = True (see"
-            " zero_bubble.py); a unit of fsdp.py runs once per forward"
+            " backward write ZeRO(..., pipeline_stages={stage: module}) and Pipeline(...,"
+            " around=zero.around); for a weight with two gradients per micro-batch"
+            " weight.used_twice = True (zero_bubble.py); a unit of fsdp.py runs once per forward"
         )
 
 
@@ -716,10 +716,10 @@ def main():
 
 def demo(run):
     args = run.args
-    group, splits = zero_flags.make_groups(run)
+    group, hsdp = zero_flags.make_groups(run)
     model = run.meta_model()
     options = zero_flags.options(run, model, args.stage)
-    options |= dict(microbatches=args.microbatches, splits=splits)
+    options |= dict(microbatches=args.microbatches, hsdp=hsdp)
     options["make_optimizer"] = functools.partial(harness.make_optimizer, args=args)
     if args.stage == 3:
         zero = fsdp.FSDP(model, group, **options)

@@ -72,8 +72,8 @@ def split_ranks(ranks, size, copies=None):
     return rows
 
 
-def splits(groups):
-    """{data-parallel group: (the ranks inside it that split a copy, those across or None)}."""
+def hsdp(groups):
+    """The hsdp of ZeRO(...): {data group: (the ranks that split a copy, those across or None)}."""
     found = {}
     for data, prefix in (("dp", ""), ("copies", "copies ")):
         if prefix + "inside" in groups:
@@ -84,13 +84,13 @@ def splits(groups):
 
 
 def make_groups(run):
-    """(the data-parallel ranks, ZeRO's splits), named in the receipt."""
+    """(the data-parallel ranks, the hsdp of ZeRO(...)), named in the receipt."""
     groups, size = {"dp": dist.group.WORLD}, run.args.shard_ranks
     if size is not None:
         for name, rows in split_ranks(torch.arange(run.world), size).items():
             groups[name], _ = dist.new_subgroups_by_enumeration(rows.tolist())
     run.groups(**groups)
-    return groups["dp"], splits(groups)
+    return groups["dp"], hsdp(groups)
 
 
 def options(run, model, stage, draw=initialize.draw):

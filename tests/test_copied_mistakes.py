@@ -32,7 +32,7 @@ DDP([p.detach() for p in model.parameters()], world)  # no parameter needs a gra
 """,
     "zero": """
 ZeRO(model, world, {3 | 4}, SGD)  # there is no stage ... 3 is fsdp.FSDP
-ZeRO(model, world, 2, SGD, splits={world: (world, world)})  # one rank of each replica, at the same
+ZeRO(model, world, 2, SGD, hsdp={world: (world, world)})  # one rank of each replica, at the same
 ZeRO(nn.Linear(4, 4, bias=False), world, 2, torch.optim.{Adafactor | LBFGS | Muon})
     # needs whole matrices
 torch.optim.lr_scheduler.StepLR(ZeRO(model, world, 2, SGD), 1)  # ZeRO is not an Optimizer
@@ -279,7 +279,7 @@ ORDERS = [
     (
         SPLIT_BACKWARDS,
         "leave_out_around | run finish",
-        "scopes={stage: module}.*around=zero.around",
+        "pipeline_stages={stage: module}.*around=zero.around",
     ),
 ]
 

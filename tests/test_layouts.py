@@ -347,7 +347,7 @@ ZeRO sums twice: zero:ZeRO.finish
     self.last_call = "finish" -> + [bucket.gradient_shard.mul_(2) for bucket in self.trainable]
     gpt2 --dp 2 --zero 3 -> step 1, backward -> summed once too often, or not averaged, over dp (2)
 copies not summed: zero:find_places
-    Place(data_group, inside, across, -> Place(data_group, inside, None,
+    shard_group, replica_group, partial, stages -> shard_group, None, partial, stages
     sgd --dp 4 --zero 2 --zero-ranks 2 -> step 1, backward -> never summed over inside or across
 no rank adds to a shard: zero:ShardedBucket.start_reduction
     if dist.get_world_size(self.group) == 1: -> if True:
@@ -368,7 +368,7 @@ all shards equal: harness.placement:placement
     "placement", {}) -> "placement", {}) | first_cuts(parameter)
     sgd --tp 2 -> step 1, forward: the output of blocks.0 on all ->
 shared kv-heads counted twice: zero:counted_parts
-    [*place.partial] if -> [] if
+    *place.partial) if -> ) if
     grouped --tp 4 --zero 1 -> step 1, the norm ->
 gradients of keys never come home: context_parallel:DirectBuffer.receive
     += self.incoming -> += 0

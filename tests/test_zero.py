@@ -208,10 +208,10 @@ def test_a_step_given_up_leaves_no_sum_over_copies(ranks):
     def work(rank):
         torch.manual_seed(3)
         model = nn.Linear(4, 3).double()
-        splits = {dist.group.WORLD: subgroups(4, 2)}
+        hsdp = {dist.group.WORLD: subgroups(4, 2)}
         for stage in (1, 2, 3):
             one = copy.deepcopy(model)
-            sharded = shard(one, dist.group.WORLD, stage, torch.optim.SGD, splits=splits)
+            sharded = shard(one, dist.group.WORLD, stage, torch.optim.SGD, hsdp=hsdp)
             sharded.zero_grad()
             one(torch.full((1, 4), 9.0, dtype=torch.float64)).sum().backward()
             sharded.zero_grad(give_up=True)

@@ -231,14 +231,15 @@ class Layout(OneProcess):
             import muon
 
             matrices = [p for p in self.trained.parameters() if p.full_name in self.matrices]
-            options = dict(lr=1e-2, microbatches=self.microbatches, scopes=self.stages) | options
+            options = dict(lr=1e-2, pipeline_stages=self.stages) | options
+            options = dict(microbatches=self.microbatches) | options
             self.sharded = muon.Muon(self.trained, self.data, matrices, **options)
             for settings in self.sharded.adamw.param_groups:
                 settings["eps"] = 1e-5  # as foreign.py's
         elif kind == "fsdp" or kind in ("zero 0", "zero 1", "zero 2"):
             import zero
 
-            options |= dict(microbatches=self.microbatches, scopes=self.stages)
+            options |= dict(microbatches=self.microbatches, pipeline_stages=self.stages)
             if units:
                 options["units"] = units(self.model)
             if kind == "fsdp":
