@@ -11,15 +11,15 @@ longer needed. In each round rank r sends one chunk to rank r-1:
     rank 2    2  2  2    .   02  2     .    .  012    012 012 012     3, 4: an all-gather
 
 Sent      A rank sends 2 (N-1) chunks, that is 2 S (N-1)/N bytes for a tensor of S bytes: about
-          2 S, whatever N is. Where only ranks add, one of them must send at least that much. But
-          each of the 2 (N-1) rounds waits for the one before. Small tensors are faster by recursive
-          doubling: log2 N rounds of S bytes. Halving-doubling sends the ring's bytes in 2 log2 N
-          rounds, if N is a power of two. Two trees come near for any N: docs/learn/collectives.md.
+          2 S, whatever N is. Unless switches add, no algorithm spares its busiest rank any of it.
+          But each of the 2 (N-1) rounds waits for the one before. Small tensors are faster by
+          recursive doubling: log2 N rounds of S bytes. Halving-doubling sends the ring's bytes in
+          2 log2 N rounds, if N is a power of two. Two trees come near for any N.
 Backward  Autograd sees none of these messages: whoever uses them writes it by hand. Where forward
           copies, backward adds up: broadcast and reduce are each other's backward, all-gather and
           reduce-scatter too. All-to-all goes back the way it came. The backward of all-reduce is
           all-reduce if the ranks' losses add up, the identity if all compute the same loss.
-Limits    Don't train with these: torch.distributed's are as fast or faster. These are to be read.
+Limits    To be read: torch.distributed's are as fast or faster. Times: docs/learn/collectives.md.
 
     torchrun --nproc_per_node=4 collectives.py
     python collectives.py --nproc 6 --size 25MB
@@ -34,11 +34,6 @@ import math
 
 import torch
 import torch.distributed as dist
-
-SUM, PRODUCT = dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT
-MIN, MAX = dist.ReduceOp.MIN, dist.ReduceOp.MAX
-OPERATORS = {SUM: torch.add, PRODUCT: torch.mul, MIN: torch.minimum, MAX: torch.maximum}
-TREE_PIECE = 1 << 17  # elements, 512 KB of float32: what a double tree sends at a time
 
 # --- a ring all-reduce in its plainest form
 
@@ -60,19 +55,19 @@ def plain_ring_all_reduce(x, group=None):
     # Reduce-scatter: each step passes a partial sum to the left. The last one to arrive is chunk
     # `rank`, with every other rank's part
     for step in range(n - 1):
-        partial = chunks[(rank + step + 1) % n]
+        passed_on = chunks[(rank + step + 1) % n]
         added_to = chunks[(rank + step + 2) % n]
         arriving = torch.empty_like(added_to)
-        swap(partial, left, arriving, right, group)
+        send_recv(passed_on, left, arriving, right, group)
         added_to.add_(arriving)
     # All-gather: each step passes a complete chunk to the left
     for step in range(n - 1):
-        swap(chunks[(rank + step) % n], left, chunks[(rank + step + 1) % n], right, group)
+        send_recv(chunks[(rank + step) % n], left, chunks[(rank + step + 1) % n], right, group)
 
 
-def swap(sent, to, received, source, group):
-    """Send one tensor and receive another at the same time. If both ranks of a pair called send
-    first, and recv after it, both would wait for ever."""
+def send_recv(sent, to, received, source, group):
+    """Send one tensor and receive another at the same time. If all ranks of the ring called send
+    first, and recv after it, all would wait for ever."""
     messages = [
         dist.P2POp(dist.isend, sent, group=group, group_peer=to),
         dist.P2POp(dist.irecv, received, group=group, group_peer=source),
@@ -85,10 +80,8 @@ def swap(sent, to, received, source, group):
 
 
 class RankView:
-    """The group as one rank sees it: its own number, and rounds of messages with the others. Ranks
-    count in the group, or in the `members` that were given to `among`.
-
-    Raises ValueError on a rank that is not in the group."""
+    """The group as one rank sees it: its own number, and rounds of messages with the others. A rank
+    is a number in the group, or for a view of `among` its place in `members`."""
 
     def __init__(self, group=None):
         self.group = group or dist.group.WORLD
@@ -110,8 +103,8 @@ class RankView:
         """A round: all its messages start at once, then all are waited for.
 
         send, receive: {rank: contiguous tensor}. A tensor that a rank sends to itself is copied.
-        combine(a, b, out=a) merges what arrives, b, into the tensor given, a: it adds, or takes the
-        maximum. Without combine what arrives overwrites the tensor."""
+        combine(a, b, out=a) merges what arrives, b, into the tensor in `receive`, a: torch.add or
+        torch.maximum, say. Without combine what arrives overwrites the tensor."""
         arrived = {}
         for rank, t in receive.items():
             arrived[rank] = torch.empty_like(t) if combine else t
@@ -131,12 +124,13 @@ class RankView:
                 combine(t, arrived[rank], out=t)
 
 
-# --- the same two loops, for any operator, with a view instead of a group: hierarchical_all_reduce
-# runs them on parts of it. x is flat, and changes in place
+# --- the same two loops for any operator, and for parts of a group (hierarchical_all_reduce)
+#
+# In all that follows x is flat, and changes in place. "Sum" and "add" stand for any operator.
 
 
 def ring_all_reduce(view, x, combine):
-    """Every rank gets the sum. All links are busy all the time."""
+    """Every rank gets the sum. All links of the ring are busy all the time."""
     chunks = x.tensor_split(view.size)
     ring_reduce_scatter(view, chunks, combine)
     ring_all_gather(view, chunks)
@@ -148,9 +142,9 @@ def ring_reduce_scatter(view, chunks, combine):
     n, rank = view.size, view.rank
     left, right = (rank - 1) % n, (rank + 1) % n
     for step in range(n - 1):
-        partial = chunks[(rank + step + 1) % n]  # of step + 1 ranks; at first of this rank only
-        arriving = chunks[(rank + step + 2) % n]  # the next step sends it on
-        view.exchange({left: partial}, {right: arriving}, combine)
+        passed_on = chunks[(rank + step + 1) % n]  # the sum of step + 1 ranks
+        added_to = chunks[(rank + step + 2) % n]  # the next step passes it on
+        view.exchange({left: passed_on}, {right: added_to}, combine)
 
 
 def ring_all_gather(view, chunks):
@@ -158,8 +152,8 @@ def ring_all_gather(view, chunks):
     n, rank = view.size, view.rank
     left, right = (rank - 1) % n, (rank + 1) % n
     for step in range(n - 1):
-        arriving = chunks[(rank + step + 1) % n]
-        view.exchange({left: chunks[(rank + step) % n]}, {right: arriving})
+        passed_on, arriving = chunks[(rank + step) % n], chunks[(rank + step + 1) % n]
+        view.exchange({left: passed_on}, {right: arriving})
 
 
 # --- the binomial tree: in each round, each rank that has x tells one more
@@ -191,7 +185,7 @@ def powers_of_two(n):
 
 def recursive_doubling_all_reduce(view, x, combine):
     """The partners swap all that they have, and both add up. So each has the sum of 2 ranks, then
-    of 4, of 8, ... A rank sends S log2 N bytes. N must be a power of two (`with_extra_ranks`)."""
+    of 4, of 8, ... A rank sends S log2 N bytes. N must be a power of two."""
     for distance in powers_of_two(view.size):
         partner = view.rank ^ distance
         view.exchange({partner: x}, {partner: x}, combine)
@@ -200,7 +194,7 @@ def recursive_doubling_all_reduce(view, x, combine):
 def halving_doubling_all_reduce(view, x, combine):
     """The partners cut what they have in two. Each keeps one half and adds the other's copy of it.
     The next round halves what it kept. At the end a rank has 1/N of the sum. The same pairs in
-    reverse order hand the halves back. N must be a power of two: see `with_extra_ranks`."""
+    reverse order hand the halves back. N must be a power of two."""
     current, halvings = x, []
     for distance in powers_of_two(view.size):
         partner = view.rank ^ distance
@@ -215,21 +209,22 @@ def halving_doubling_all_reduce(view, x, combine):
 
 
 def with_extra_ranks(algorithm, view, x, combine):
-    """Any number N of ranks, for an algorithm that needs a power of two. It runs on p of them, the
-    largest such number. Rank p+i first adds its tensor to rank i's, and gets the sum at the end."""
+    """For any N: one of the two algorithms above runs on p ranks, the largest power of two up to N.
+    Before, rank p+i sends its tensor to rank i, which adds it. At the end it gets the sum."""
     p = 1 << (view.size.bit_length() - 1)
     if view.rank >= p:
         view.exchange({view.rank - p: x}, {}, combine)
         view.exchange({}, {view.rank - p: x})
         return
     extra = {view.rank + p: x} if view.rank + p < view.size else {}
-    if p < view.size:
-        view.exchange({}, extra, combine)
+    view.exchange({}, extra, combine)
     algorithm(view.among(range(p)), x, combine)
     view.exchange(extra, {})
 
 
 # --- two trees: a ring's bytes in a tree's rounds
+
+TREE_PIECE = 1 << 17  # elements, 512 KB of float32: what a double tree sends at a time
 
 
 def double_tree_all_reduce(view, x, combine):
@@ -244,14 +239,15 @@ def double_tree_all_reduce(view, x, combine):
 
 
 def double_tree(view, x):
-    """This rank's (children, parents) in each round of the way up: {rank: piece of x}."""
+    """This rank's (children, parents) in each round of the way up, as {rank: piece of x}."""
     n, height = view.size, (view.size - 1).bit_length()
     first, second = (half.split(TREE_PIECE) for half in x.tensor_split(2))
     rounds = [({}, {}) for _ in range(len(first) + height - 1)]
-    ranks = list(range(n))
-    # Mirrored: a rank inside one tree is a leaf in the other. If N is odd, rank 0 is both roots
+    # The rank at each place of a tree (path_to_root). In the second tree they are mirrored: a rank
+    # inside one tree is a leaf of the other. If N is odd, rank 0 is the root of both
+    in_order = list(range(n))
     mirrored = [(n % 2 - 1 - place) % n for place in range(n)]
-    for rank_at, pieces in ((ranks, first), (mirrored, second)):
+    for rank_at, pieces in ((in_order, first), (mirrored, second)):
         for place in range(1, n):
             path = path_to_root(place, n)
             child, parent = rank_at[place], rank_at[path[1]]
@@ -266,19 +262,18 @@ def double_tree(view, x):
 
 
 def path_to_root(place, n):
-    """From `place` to place 0. With 8 places: 0 <- 4 <- {2, 6} <- {1, 3, 5, 7}. With 6 there is no
-    place 6, so 5 sends to 4."""
+    """From `place` to the root, place 0. With 8 places: 0 <- 4 <- {2, 6} <- {1, 3, 5, 7}. With 6
+    there is no place 6, so 5 sends to 4."""
     path = [place]
     while place:
-        lowest = place & -place  # its lowest bit moves one up
-        place = (place - lowest) | (2 * lowest)
-        if place >= n:
-            place = path[-1] - lowest
+        lowest = place & -place  # the lowest bit
+        parent = (place - lowest) | (2 * lowest)  # moves up by one
+        place = parent if parent < n else place - lowest
         path.append(place)
     return path
 
 
-# --- the other all-reduces
+# --- three more all-reduces
 
 
 def server_all_reduce(view, x, combine):
@@ -300,9 +295,9 @@ def direct_all_reduce(view, x, combine):
 
 
 def hierarchical_all_reduce(view, x, combine, node=None):
-    """Nodes of `node` neighbouring ranks (it divides N) have fast links inside. Reduce-scatter
-    inside; all-reduce with the ranks at the same place of the other nodes, which has 2 (N/node - 1)
-    slow rounds with 1/node of the bytes; all-gather inside."""
+    """For nodes of `node` neighbouring ranks (it divides N) with fast links inside: reduce-scatter
+    inside; all-reduce with the ranks at the same place of the other nodes, in 2 (N/node - 1) slow
+    rounds with 1/node of the bytes; all-gather inside."""
     node = node or math.gcd(2, view.size)  # 2 if N is even, else 1
     place = view.rank % node
     inside = view.among(range(view.rank - place, view.rank - place + node))
@@ -330,6 +325,10 @@ ALGORITHMS = {
 # dtypes. Not checked, here as in torch.distributed: gloo fills a buffer in part, or adds up the
 # bytes of another tensor, and says nothing. Tensors are contiguous and share no memory. The root is
 # given by its rank in the group. `group` is a group, or a RankView that counts its messages, say.
+
+SUM, PRODUCT = dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT
+MIN, MAX = dist.ReduceOp.MIN, dist.ReduceOp.MAX
+OPERATORS = {SUM: torch.add, PRODUCT: torch.mul, MIN: torch.minimum, MAX: torch.maximum}
 
 
 def view_of(group):

@@ -1,8 +1,8 @@
 """DualPipe hides the experts' all-to-alls: while a micro-batch's tokens travel, another computes.
 
-In a mixture of experts each layer waits for an all-to-all four times: dispatch and combine, forward
-and backward (expert_parallel.py). Here a rank runs the forward of one micro-batch and the backward
-of another at the same time. ~ is a message on its way. The other row computes meanwhile:
+In a mixture of experts (expert_parallel.py) each layer waits for four all-to-alls: tokens go to
+their experts and come back, in forward and in backward. Here a rank runs the backward of one
+micro-batch and the forward of another at the same time. ~ is a message on its way:
 
     backward    ~~~~~~~~~ experts   ~~~~~~~~~ attention ~~~~~~~~~ experts   ~~~~~~~~~ attention
     forward     attention ~~~~~~~~~ experts   ~~~~~~~~~ attention ~~~~~~~~~ experts   ~~~~~~~~~
@@ -10,13 +10,13 @@ of another at the same time. ~ is a message on its way. The other row computes m
 Split     As in pipeline.py and expert_parallel.py. A rank holds two stages, near the pipeline's
           start and near its end, so that it has a forward and a backward to pair all the time.
 Order     The two run in two threads, but one at a time: before it waits for a message a thread
-          calls turn(), and the other goes on. So the order of all work and all messages is that of
-          the program, the same on every rank, and both can send through the same groups. On a GPU
-          both queue work on one stream, in that order.
+          calls turn(), and the other goes on. So all ranks do all work and send all messages in
+          one order, that of the program, and both threads can send through the same groups. On a
+          GPU both queue work on one stream, in that order.
 Sent      What the schedule sends without overlap, to the byte.
-Hidden    All waits of a pair. The first forwards and the last backwards have no partner: of p ranks
-          and m micro-batches 1 - (5p - 1) / 4m of the waits are in pairs. The exchange of counts
-          is not hidden.
+Hidden    All waits of a pair. The first forwards and the last backwards have no partner: with p
+          ranks and m micro-batches 1 - (5p - 1) / 4m of the waits are in pairs. Not hidden: the
+          exchange of the numbers of tokens.
 Limits    Without experts there is nothing to hide: take zb-v. Only DualPipe's schedule has pairs.
           Both micro-batches' temporary tensors are in memory at once.
 
@@ -40,7 +40,7 @@ from zero_bubble import SplitSchedule
 
 class Pair:
     """Two calls, each in a thread. The first runs until it calls turn() or ends, then the second
-    does, and so on.
+    does, and so on. The second's thread is the one that makes the pair.
 
     In a pipeline the backward is first. It begins by sending, and while these rows travel the
     forward computes. If the forward were first, it would compute with nothing on its way, then
@@ -49,10 +49,11 @@ class Pair:
     def __init__(self, *calls):
         self.calls, self.results, self.errors = calls, [None, None], []
         self.may_run = threading.Semaphore(1), threading.Semaphore(0)
-        self.second_thread, self.one_ended = threading.current_thread(), False
+        self.second_thread = threading.current_thread()
+        self.one_ended = False
 
     def run(self, i):
-        """Call number i, in its thread, when it may run."""
+        """Run call 0 or 1, in its thread, when its turn comes."""
         try:
             self.may_run[i].acquire()
             self.stop_if_failed()
@@ -99,13 +100,11 @@ class Turns:
 
     The first call has this thread's dispatch modes, device and stream, but not its no_grad,
     autocast or torch.device. On a GPU the second must not run a backward: autograd has one thread
-    for a device, which may be waiting in the first's turn().
-
-    waits: how often turn() was called. switches: how often the other call went on."""
+    for a device, which may be waiting in the first's turn()."""
 
     def __init__(self):
         self.pair = None  # while two calls run
-        self.waits = self.switches = 0
+        self.waits = self.switches = 0  # calls of turn(), and those that let the other call go on
 
     def turn(self):
         """Call it before each wait for a message."""
@@ -127,14 +126,14 @@ class Turns:
             if not thread.is_alive():
                 self.pair = None
         if pair.errors:
-            error, pair.errors = pair.errors[0], ["ended"]  # frees the tensors that it holds
+            error, pair.errors = pair.errors[0], [None]  # or its frames' tensors would stay
             raise error
         return pair.results
 
 
 def in_this_context(call):
-    """`call`, for another thread: with what torch keeps for each thread on its own."""
-    modes = _get_current_dispatch_mode_stack()  # such as counters, or tensors without values
+    """`call`, to be run in another thread with what torch keeps for each thread on its own."""
+    modes = _get_current_dispatch_mode_stack()  # FLOP counters, fake tensors
     threads = torch.get_num_threads()
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
@@ -153,16 +152,16 @@ def in_this_context(call):
 
 
 class PairedSchedule(SplitSchedule):
-    """A schedule in which a forward, and the next backward if it is of this rank's other stage, are
-    a pair: they start when both have their messages, and send when both are done."""
+    """A schedule in which a forward and the backward after it are a pair, if they are of different
+    stages: they start when both have their messages, and send when both are done."""
 
     def steps(self, rank):
-        """Tuples of actions that start together: one, or a backward and a forward."""
+        """A rank's actions in tuples of those that start together: one, or backward and forward."""
         row, steps = list(self[rank]), []
         while row:
-            pair = row[1::-1]  # the next two, the backward first
-            is_pair = [a.kind for a in pair] == ["B", "F"] and pair[0].stage != pair[1].stage
-            steps.append(tuple(pair) if is_pair else (row[0],))
+            both = row[:2]
+            is_pair = [a.kind for a in both] == ["F", "B"] and both[0].stage != both[1].stage
+            steps.append((both[1], both[0]) if is_pair else (both[0],))
             row = row[len(steps[-1]) :]
         return steps
 
@@ -201,7 +200,7 @@ class DualPipe(Pipeline):
                 mailbox.send(action, result)
                 if action.kind == "F" and action.stage == self.schedule.last:
                     losses.append(result)
-            del calls, results, result  # nothing of a finished micro-batch stays
+            del calls, results, result  # frees them while this rank waits
         mailbox.close()
         return losses
 

@@ -113,10 +113,10 @@ class Row(list):
     def add(self, kinds, *stages):
         for stage in stages:
             for kind in kinds:
-                # zero_bubble.py has I and W, the parts of B. So a B counts as one of each
-                parts = ["I", "W"] if kind == "B" else [kind]
-                self.append(Action(kind, self.counts[parts[0], stage], stage))
-                for part in parts:
+                # A whole backward, B, counts as I and W: rows of zero_bubble.py have B beside both
+                counted_as = ["I", "W"] if kind == "B" else [kind]
+                self.append(Action(kind, self.counts[counted_as[0], stage], stage))
+                for part in counted_as:
                     self.counts[part, stage] += 1
 
 
@@ -132,7 +132,7 @@ def one_f_one_b(rank, ranks, microbatches):
     return Row("F" * ahead + "FB" * (microbatches - ahead) + "B" * ahead, rank)
 
 
-# --- the executor: StageRunner computes, Mailbox sends and receives, a Schedule says in which order
+# --- the executor: a Schedule says in which order, StageRunner computes, Mailbox sends and receives
 
 
 class Pipeline:
@@ -161,7 +161,8 @@ class Pipeline:
     batch (all micro-batches, all data-parallel ranks). A mean in each micro-batch is wrong.
 
     shape, dtype: of the activations between stages, the same for every micro-batch and rank.
-    links: of open_links. By default new groups of all ranks.
+    links: of open_links. By default new groups of all ranks. After an exception in a run messages
+    are still on their way: the next run needs new links.
     around(action): a context around the work of each action, not its messages: a profiler's, say.
     """
 
@@ -176,8 +177,7 @@ class Pipeline:
     def run(self):
         """All actions of this rank's row. Returns the last stage's results, detached, on its rank,
         and [] on the others."""
-        # A StageRunner, or that of zero_bubble.py, which knows I and W
-        runner = self.schedule.runner(self.forward, self.row)
+        runner = self.schedule.runner(self.forward, self.row)  # a StageRunner
         mailbox, results = Mailbox(self), []
         for action in self.row:
             received = mailbox.receive(action)  # None on stage 0, and for the backward of the loss
@@ -186,7 +186,7 @@ class Pipeline:
             mailbox.send(action, result)
             if action.kind == "F" and action.stage == self.schedule.last:
                 results.append(result)
-            del received, result  # nothing of a finished micro-batch stays while this rank waits
+            del received, result  # frees them while this rank waits
         mailbox.close()
         return results
 
@@ -201,8 +201,8 @@ class StageRunner:
 
     def run(self, action, received):
         """From the message that an action waits for to the message that it sends."""
-        run_pass = self.forward if action.kind == "F" else self.backward
-        return run_pass(action.microbatch, action.stage, received)
+        forward_or_backward = self.forward if action.kind == "F" else self.backward
+        return forward_or_backward(action.microbatch, action.stage, received)
 
     def forward(self, m, stage, x):
         if x is not None and torch.is_grad_enabled():
@@ -216,7 +216,7 @@ class StageRunner:
         if (m, stage) not in self.saved:
             return None  # this stage and those before it are frozen: nothing to do
         x, y = self.saved.pop((m, stage))
-        # From y's edge in the graph, as y.backward() would turn zero_bubble.py's mode off
+        # As y.backward(gradient), which would turn off the Deferred mode of zero_bubble.py
         torch.autograd.backward([get_gradient_edge(y)], [gradient])  # None: y is the loss
         return None if x is None else x.grad
 
@@ -244,8 +244,8 @@ class Schedule:
 
     rows: of all ranks. owner: {stage: the rank that holds it}. last: the last stage."""
 
-    runner = StageRunner  # what a Pipeline runs actions with
-    passes = ["FB"]  # what a stage does with a micro-batch, in training
+    runner = StageRunner
+    passes = ["FB"]  # what a stage does with a micro-batch: zero_bubble.py adds "FIW"
 
     def __init__(self, rows):
         self.rows, self.owner = [tuple(row) for row in rows], {}
@@ -259,14 +259,13 @@ class Schedule:
 
     @functools.cached_property
     def receives_before(self):
-        """{action: the messages whose receives a rank posts before it}."""
         return plan_receives(self)
 
     def stages(self, rank):
         return sorted(stage for stage, owner in self.owner.items() if owner == rank)
 
     def steps(self, rank):
-        """A rank's actions, each as a tuple of those that start together: see dualpipe.py."""
+        """A rank's actions in tuples of those that start together: here one, in dualpipe.py two."""
         return [(action,) for action in self[rank]]
 
     def outgoing(self, action):
@@ -340,13 +339,12 @@ class Mailbox:
 def plan_receives(schedule):
     """{action: the messages whose receives a rank posts before it}.
 
-    Put all actions in an order in which they could run one after another: in rounds, the last rank
-    first, each rank's next action if its message was sent in an earlier round. As soon as a message
-    is sent, its receive is planned before the receiver's next action.
-
     On nccl a posted receive is a kernel that spins until its message comes. Meanwhile CUDA may wait
     for an idle device, to load a kernel or to free memory. If the sender in turn waits for this
-    rank, both hang. Here a rank waits only for actions that come earlier in that order."""
+    rank, both hang. So receives are posted late, as if all actions ran one after another: in each
+    round every rank, the last one first, runs its next action if its message was sent in an earlier
+    round. A message's receive is posted before the action that is then the receiver's next. So a
+    rank waits only for actions that come earlier in this order."""
     plan = collections.defaultdict(list)
     sent = {None}  # None: an action that waits for nothing
     rows = [collections.deque(schedule.steps(rank)) for rank in range(len(schedule.rows))]
@@ -363,11 +361,11 @@ def plan_receives(schedule):
 
 
 def make_links(ranks=None):
-    """The four groups of a pipeline: [activations to later ranks, activations to earlier ranks
-    (where ranks have several stages), gradients to later ranks, gradients to earlier ranks]. Four,
-    because nccl passes a group's messages between two ranks one by one, in order: in fewer groups
-    two could block each other. Every process must call it, as dist.new_group: once for each
-    pipeline, in the same order."""
+    """A pipeline's four groups: [activations to later ranks, activations to earlier ranks (where
+    ranks have several stages), gradients to later ranks, gradients to earlier ranks]. nccl passes a
+    group's messages between two ranks one by one, in order: in fewer groups two could block each
+    other. Every process must call it once for each pipeline, in the same order, as dist.new_group.
+    """
     return [dist.new_group(ranks) for _ in range(4)]
 
 
@@ -462,7 +460,7 @@ def check_actions(schedule):
 
 
 def check_message(pipeline, action, tensor):
-    """A message that is smaller than its buffer fills a part of it."""
+    """A message that is smaller than its buffer would fill a part of it."""
     if tensor.shape != pipeline.shape or tensor.dtype != pipeline.dtype:
         found = f"stage {action.stage} has {list(tensor.shape)} of {tensor.dtype} to send"
         told = f"the pipeline was told {list(pipeline.shape)} of {pipeline.dtype}"

@@ -1,7 +1,7 @@
 """Zero bubble: backward in two parts. The one that another rank waits for comes first.
 
-    3 ranks, 4 micro-batches. A digit is that micro-batch's forward, [digit] its backward. (digit is
-    I below, {digit is W: F, I and W take one unit each. A dot is a wait.
+    3 ranks, 4 micro-batches. "0" is the forward F of micro-batch 0, "[0 ]" its backward. "(0" and
+    "{0" are the two parts I and W. F, I and W take one unit each. A dot is a wait.
 
         1F1B, 18 units                          ZB-H1, 14 units
         0 1 2 . . . .[0 ] 3[1 ] .[2 ] .[3 ]     0 1 2 . .(0{0 3(1{1(2{2(3{3
@@ -21,7 +21,7 @@ Sent: what pipeline.py sends. zb-v and dualpipev have two stages per rank: twice
     zb-v        no bubble where F = I = W, 1F1B's memory, two stages per rank
     dualpipev   DeepSeek's order, in turns: dualpipe.py overlaps it. Two stages per rank
 
-Limits: the pairs take memory. The gradient norm is a barrier, where ranks that end early wait.
+Limits: the pairs take memory. Ranks that end early wait for the norm of all gradients.
 Under torch.autocast nothing is put off: cast weights instead. docs/learn/pipelines.md compares.
 
     torchrun --nproc_per_node=4 zero_bubble.py --layers 8 --schedule zb-v
@@ -51,7 +51,7 @@ class SplitLinear(nn.Linear):
         loss.backward()            # I: x.grad is there, and goes to the stage before
         layer.backward_weight()    # W: layer.weight.grad is there
 
-    W takes the oldest pair first, as a stage takes its micro-batches in order."""
+    Each W takes the oldest pair: a stage takes its micro-batches in order."""
 
     def __init__(self, *sizes, **options):
         super().__init__(*sizes, **options)
@@ -72,7 +72,7 @@ def weight_gradient(x, gradient):
     return gradient.flatten(0, -2).T @ x.flatten(0, -2)  # (out, in)
 
 
-# --- what it buys: 1F1B with weight gradients in its gaps
+# --- what it is for: 1F1B with weight gradients in its gaps
 
 
 def zb_h1(rank, ranks, microbatches, reach=1):
@@ -98,12 +98,112 @@ def zb_h1(rank, ranks, microbatches, reach=1):
     return row
 
 
+# --- any model: each F.linear and F.grouped_mm does what SplitLinear does
+
+
+class Deferred(TorchFunctionMode):
+    """While it is on, each F.linear and F.grouped_mm leaves its weight's gradient for later.
+
+        deferred = Deferred()
+        with deferred:
+            loss = F.cross_entropy(model(x), targets, reduction="sum") / target_count
+        loss.backward()        # I: gradients of inputs, biases, norms and embeddings
+        deferred.accumulate()  # W: gradients of weights. Without this line they are missing
+
+    Deferred: parameters, and views of parameters. Not deferred, so their gradients come in I:
+    computed weights, all under autocast, those of addmm, matmul, bmm and nn.MultiheadAttention.
+
+    Set weight.used_twice = True if the stage also uses the weight outside F.linear, as a tied
+    embedding. Else its gradient comes in two parts, and the hooks of DDP and ZeRO expect one."""
+
+    def __init__(self):
+        super().__init__()
+        # (weight, x, gradient of y, offsets of F.grouped_mm), in the order of backward
+        self.entries = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function in (F.linear, torch._grouped_mm):  # the latter is what F.grouped_mm calls
+            return self.defer(function, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    def defer(self, function, input, weight, *rest, **options):
+        """As SplitLinear.forward, but SaveInput holds the input: checkpointing can drop it."""
+        if not can_defer(input, weight):
+            return function(input, weight, *rest, **options)
+        input = SaveInput.apply(input)
+        node = input.grad_fn
+
+        def keep_pair(gradient):
+            [saved_x] = node.saved_tensors
+            self.entries.append((weight, saved_x.detach(), gradient, options.get("offs")))
+
+        y = function(input, weight.detach(), *rest, **options)
+        # F.linear of a 3-D x returns a view. An in-place ReLU would give it a new node, not hooked
+        if y._is_view():
+            y = torch.ops.aten._unsafe_view(y, y.shape)
+        y.register_hook(keep_pair)
+        return y
+
+    def accumulate(self):
+        """Add the deferred gradients to their weights, in one pass of autograd: the hooks of DDP
+        and ZeRO see them like any others."""
+        # Autograd runs the newest node first. So last layers come first, as in a whole backward
+        roots = [WeightGradient.apply(*entry) for entry in reversed(self.entries)]
+        self.entries.clear()
+        if roots:
+            torch.autograd.backward(roots)
+
+
+def can_defer(x, weight):
+    base = weight if weight._base is None else weight._base
+    if not isinstance(base, nn.Parameter) or getattr(base, "used_twice", False):
+        return False
+    if torch.is_autocast_enabled(x.device.type):  # W would not be cast
+        return False
+    return torch.is_grad_enabled() and x.requires_grad and weight.requires_grad
+
+
+class SaveInput(torch.autograd.Function):
+    """Identity. Saves x in the graph: there activation checkpointing drops it after forward, and
+    recomputes it when the hook asks for it. Recomputation stops at the last saved tensor, so the
+    matmul is not repeated."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class WeightGradient(torch.autograd.Function):
+    """A node whose backward computes a weight's gradient. Autograd adds it to .grad before it runs
+    the next node, so one at a time is in memory."""
+
+    @staticmethod
+    def forward(ctx, weight, x, gradient, offsets):
+        ctx.save_for_backward(x, gradient, offsets)
+        return weight.new_zeros(())  # a root for backward: its value is not used
+
+    @staticmethod
+    def backward(ctx, _):
+        x, gradient, offsets = ctx.saved_tensors
+        if offsets is None:
+            result = weight_gradient(x, gradient)
+        else:
+            result = F.grouped_mm(x.T, gradient, offs=offsets)  # (E, in, out)
+        return result, None, None, None
+
+
 # --- the executor: a Pipeline runs these schedules with a runner of their own
 
 
 class SplitRunner(StageRunner):
-    """Runs I and W as well. I is an ordinary backward: `Deferred` took the weights out of its
-    graph, and keeps what their gradients need until W."""
+    """Runs I and W as well. I is an ordinary backward, as forward ran under a `Deferred`. W is the
+    rest of it."""
 
     def __init__(self, stage_forward, row):
         super().__init__(stage_forward, row)
@@ -114,9 +214,8 @@ class SplitRunner(StageRunner):
         kind, m, stage = action
         if kind == "W":
             return self.deferred_of.pop((m, stage)).accumulate()
-        # None where backward has one part. On in I, too: there checkpointed layers run again
-        deferred = self.deferred_of.get((m, stage))
-        with deferred or contextlib.nullcontext():
+        # In I, too: checkpointed layers run their forward again
+        with self.deferred_of.get((m, stage), contextlib.nullcontext()):
             return super().run(action, received)
 
 
@@ -135,106 +234,6 @@ class SplitSchedule(Schedule):
         return None if action.kind == "W" else super().outgoing(action)
 
 
-# --- any model: each F.linear and F.grouped_mm does what SplitLinear does
-
-
-class Deferred(TorchFunctionMode):
-    """While it is on, each F.linear and F.grouped_mm leaves its weight's gradient for later.
-
-        deferred = Deferred()
-        with deferred:
-            loss = F.cross_entropy(model(x), targets, reduction="sum") / target_count
-        loss.backward()        # I: gradients of inputs, biases, norms and embeddings
-        deferred.accumulate()  # W: gradients of weights. Without this line they are missing
-
-    Deferred: parameters, and views of parameters. Not deferred, so their gradients come in I:
-    computed weights, all under autocast, those of addmm, matmul, bmm and nn.MultiheadAttention.
-
-    Set weight.used_twice = True if the stage also uses the weight outside F.linear (a tied
-    embedding). Else two parts of its gradient would reach the hooks of DDP and ZeRO, which expect
-    one."""
-
-    def __init__(self):
-        super().__init__()
-        self.entries = []  # (weight, x, gradient of y, offsets), last layers first
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if function in (F.linear, torch._grouped_mm):  # F.grouped_mm calls the latter
-            return self.defer(function, *args, **kwargs)
-        return function(*args, **kwargs)
-
-    def defer(self, function, input, weight, *rest, **options):
-        """As SplitLinear.forward, but SaveInput holds the input: checkpointing can drop it."""
-        if not can_defer(input, weight):
-            return function(input, weight, *rest, **options)
-        input = SaveInput.apply(input)
-        node = input.grad_fn
-
-        def keep_pair(gradient):
-            [saved_x] = node.saved_tensors
-            self.entries.append((weight, saved_x.detach(), gradient, options.get("offs")))
-
-        y = function(input, weight.detach(), *rest, **options)
-        # The y of a 3-D x is a view. An in-place ReLU would give it a new node, without the hook
-        if y._is_view():
-            y = torch.ops.aten._unsafe_view(y, y.shape)
-        y.register_hook(keep_pair)
-        return y
-
-    def accumulate(self):
-        """Add the deferred gradients to their weights, in one pass of autograd: the hooks of DDP
-        and ZeRO see them like any others."""
-        # Autograd runs the newest node first: last layers first, in the order of the buckets
-        roots = [WeightGradient.apply(*entry) for entry in reversed(self.entries)]
-        self.entries.clear()
-        if roots:
-            torch.autograd.backward(roots)
-
-
-def can_defer(x, weight):
-    base = weight if weight._base is None else weight._base
-    if not isinstance(base, nn.Parameter) or getattr(base, "used_twice", False):
-        return False
-    if torch.is_autocast_enabled(x.device.type):  # W would not be cast
-        return False
-    return torch.is_grad_enabled() and x.requires_grad and weight.requires_grad
-
-
-class SaveInput(torch.autograd.Function):
-    """Identity. Saves x in the graph, where activation checkpointing sees it: it drops x after
-    forward, and recomputes x when the hook asks for it. Recomputation stops at the last saved
-    tensor, so the matmul is not repeated."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-
-class WeightGradient(torch.autograd.Function):
-    """A node whose backward computes a weight's gradient. Autograd adds it up before the next
-    node's: at most one unaccumulated weight gradient is in memory."""
-
-    @staticmethod
-    def forward(ctx, weight, x, gradient, offsets):
-        ctx.save_for_backward(x, gradient, offsets)
-        return weight.new_zeros(())  # a root for backward: its value is not used
-
-    @staticmethod
-    def backward(ctx, _):
-        x, gradient, offsets = ctx.saved_tensors
-        if offsets is None:
-            result = weight_gradient(x, gradient)
-        else:
-            result = F.grouped_mm(x.T, gradient, offs=offsets)  # (E, in, out)
-        return result, None, None, None
-
-
 # --- schedules with two stages per rank
 
 
@@ -248,21 +247,21 @@ def zb_v(rank, ranks, microbatches):
         . . 0'0 1'1 2'2(0{0 3(0{0'3(1{1 4(1{1'4(2{2(2(3(3(4(4{2{3{4{3{4
     """
     near, far, row = rank, 2 * ranks - 1 - rank, Row()
-    # With few micro-batches plan 2 p - 1 of them, and drop the extra ones at the end: a micro-batch
-    # that is dropped on all ranks leaves the order valid
+    # The plan needs 2 p - 1 micro-batches. Extra ones are dropped at the end, on all ranks: what is
+    # left is still a valid order
     padded = max(microbatches, 2 * ranks - 1)
-    # Fill: forwards, until the first micro-batch is back from the far end.
+    # Fill: forwards, until the first micro-batch is back from the last rank
     row.add("F" * (2 * (ranks - rank) - 1), near)
     for _ in range(rank):
         row.add("F", far, near)
     row.add("FIW" * (ranks - rank), far)
-    # Steady: F I W of each side in turn.
+    # Steady: F I W of each side in turn
     while row.counts["F", far] < padded:
         if row.counts["F", near] < padded:
             row.add("F", near)
         row.add("IW", near)
         row.add("FIW", far)
-    # Drain: input gradients first, weights' where the rank would wait.
+    # Drain: input gradients first, weights' where the rank would wait
     for _ in range(rank):
         row.add("I", near, far)
     row.add("IW" * (ranks - rank), near)
@@ -272,9 +271,9 @@ def zb_v(rank, ranks, microbatches):
 
 
 def dualpipev(rank, ranks, microbatches):
-    """DualPipe's actions, which run in turns: dualpipe.py overlaps each forward in 4 and 5 with the
-    backward that follows. Folded at the middle, so that the stages are those of zb_v. Phases are
-    numbered as in DeepSeek's code. Without experts overlap hides nothing: take zb-v."""
+    """DualPipe's actions, with the stages of zb_v. Here they run one by one: dualpipe.py overlaps
+    each forward of phases 4 and 5 with the backward that follows. Phases are numbered as in
+    DeepSeek's code. Without experts overlap hides nothing: take zb-v."""
     if microbatches < 2 * ranks:
         count = f"at least {2 * ranks} micro-batches, twice as many as ranks"
         raise ValueError(f"dualpipev needs {count}, not {microbatches}")
@@ -284,7 +283,7 @@ def dualpipev(rank, ranks, microbatches):
     row.add("F" * (2 * later_ranks), near)
     for _ in range(rank + 1):  # 2: the V is full: a forward of each side
         row.add("F", near, far)
-    row.add("IWF" * later_ranks, far)  # 3: the first backwards, of the far side, in two parts
+    row.add("IWF" * later_ranks, far)  # 3: the far side's first backwards, in two parts
     for _ in range(microbatches - 2 * ranks + rank + 1):  # 4: forward and backward of both sides
         row.add("F", near)
         row.add("BF", far)
@@ -296,11 +295,11 @@ def dualpipev(rank, ranks, microbatches):
     whole, split = sides[: rank + 1], sides[rank + 1 :]
     row.add("B", *whole)
     row.add("I", *split)
-    waiting = split + [near] * later_ranks  # the stages whose W waits, oldest first
-    for stage in waiting[:later_ranks]:  # 7: the last I of the near side, with W in between
+    deferred = split + [near] * later_ranks  # the stages whose W is still to come, oldest first
+    for stage in deferred[:later_ranks]:  # 7: the last I of the near side, with W in between
         row.add("W", stage)
         row.add("I", near)
-    row.add("W", *waiting[later_ranks:])  # 8: the W that are left
+    row.add("W", *deferred[later_ranks:])  # 8: the W that are left
     return row
 
 

@@ -294,7 +294,7 @@ def ring_sums(n=4):
     meet = threading.Barrier(n, timeout=60)
     tensors = [torch.full((n,), 1 << rank) for rank in range(n)]
 
-    def swap(sent, to, received, source, group):
+    def send_recv(sent, to, received, source, group):
         if meet.wait() == 0:
             rounds.append([None] * n)
         meet.wait()
@@ -308,7 +308,7 @@ def ring_sums(n=4):
         collectives.plain_ring_all_reduce(tensors[rank])
 
     stub = dict(get_world_size=lambda _: n, get_rank=lambda _: here.rank)
-    with mock.patch.multiple(collectives, swap=swap, dist=SimpleNamespace(**stub)):
+    with mock.patch.multiple(collectives, send_recv=send_recv, dist=SimpleNamespace(**stub)):
         with ThreadPoolExecutor(n) as pool:
             list(pool.map(work, range(n)))
     return [*rounds, [(chunks.tolist(), None) for chunks in tensors]]
