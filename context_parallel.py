@@ -16,11 +16,11 @@ tokens the last rank would have the most work. So each holds an early and a late
     chunk   0 1 2 3 4 5 6 7
     rank    0 1 2 3 3 2 1 0
 
-Sent per block: K and V make N - 1 hops in forward and again in backward. In backward dK and dV
-follow them, and make N hops to come home; dQ stays on its rank. In all (4 r e + 2 a) B T C_kv
+Sent per block: K and V make N - 1 hops in forward and again in backward. There dK and dV follow
+them, and make N hops, back to their owner; dQ stays on its rank. In all (4 r e + 2 a) B T C_kv
 bytes: r = (N-1)/N, B sequences of T tokens, C_kv the width of K, e bytes an element, a = max(e, 4).
-Backward: with lse, the logarithm of a query's full softmax denominator, e^(score - lse) gives any
-tile's final probabilities. Weights' gradients are summed: a rank's loss is that of its tokens.
+Backward: lse, the logarithm of a query's full softmax denominator, is kept. So e^(score - lse) are
+any tile's final probabilities. Weights' gradients are summed: a rank's loss is of its own tokens.
 Not for short sequences, where messages take longer than tiles (docs/learn/long-sequences.md).
 
     torchrun --nproc_per_node=4 context_parallel.py
@@ -48,7 +48,8 @@ def plain_ring_attention(q, k, v, group):
     """Causal attention of this rank's queries to all keys. q, k and v (B, H, T', D) are of T'
     consecutive tokens, rank 0's first. The sums have q's dtype: take float32."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
-    out, lse, kv = torch.zeros_like(q), q.new_full(q.shape[:3], -math.inf), torch.stack((k, v))
+    out, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -math.inf)
+    kv = torch.stack((k, v))
     for step in range(n):
         if step:  # now this rank has the keys and values of rank - step
             received = torch.empty_like(kv)
@@ -70,7 +71,7 @@ def plain_ring_attention(q, k, v, group):
 
 def pass_on(sent, received, group, hops=1):
     """Start to send a tensor to the rank `hops` after this one, and to receive what the rank `hops`
-    before sends. Returns the messages, to wait for: none to itself, none that are empty."""
+    before sends. Returns the messages to wait for: none to itself, none that are empty."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     send = dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + hops) % n)
     receive = dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - hops) % n)
@@ -160,11 +161,6 @@ class DoubleBuffer:
             self.tensor, self.incoming = self.incoming, self.tensor
 
 
-def make_buffer(tensor, group, used, home=False):
-    """used: None, or with documents which keys each rank uses, see DirectBuffer."""
-    return DoubleBuffer(tensor, group) if used is None else DirectBuffer(tensor, group, used, home)
-
-
 def around_the_ring(buffer):
     """Yield (rank, its keys and values) for all ranks, beginning with this one. The next keys and
     values travel while the caller computes. This overlap hides the messages."""
@@ -213,14 +209,14 @@ def tile_gradients(grad, q, kv, out, lse, tile):
 class RingAttention(torch.autograd.Function):
     """q (B, H, T', D), k and v (B, H_kv, T', D) of this rank's T' tokens -> attention to all ranks'
     keys (B, H, T', D). In backward keys and values travel again, and with them the sums of their
-    gradients. used: of documents, from used_keys."""
+    gradients. buffers: in what kv and dkv travel. With documents others do, see DirectBuffer."""
 
     @staticmethod
-    def forward(ctx, q, k, v, group, tiles, used=None):
-        kv_by_rank = around_the_ring(make_buffer(torch.stack((k, v)), group, used))
-        out, lse = attend_to_all(q, kv_by_rank, tiles)
+    def forward(ctx, q, k, v, group, tiles, buffers=(DoubleBuffer, DoubleBuffer)):
+        kv_buffer = buffers[0](torch.stack((k, v)), group)
+        out, lse = attend_to_all(q, around_the_ring(kv_buffer), tiles)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.group, ctx.tiles, ctx.used = group, tiles, used
+        ctx.group, ctx.tiles, ctx.buffers = group, tiles, buffers
         return out
 
     @staticmethod
@@ -229,15 +225,15 @@ class RingAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         rank, kv = dist.get_rank(ctx.group), torch.stack((k, v))
         dq, dkv = (torch.zeros_like(t, dtype=lse.dtype) for t in (q, kv))
-        dkv = make_buffer(dkv, ctx.group, ctx.used, home=True)
-        for source, kv_source in around_the_ring(make_buffer(kv, ctx.group, ctx.used)):
+        kv_buffer, dkv = (buffer(t, ctx.group) for buffer, t in zip(ctx.buffers, (kv, dkv)))
+        for source, kv_source in around_the_ring(kv_buffer):
             dkv_tiles = []
             for tile in ctx.tiles[source]:
                 dq_tile, *dkv_tile = tile_gradients(grad, q, kv_source, out, lse, tile)
                 dq[tile.rows, :, tile.queries] += dq_tile
                 dkv_tiles.append(torch.stack(dkv_tile))
-            # dkv travels one step behind kv: it needs the previous rank's tile. It was sent at the
-            # end of the last step, and travelled while these tiles were computed
+            # dkv travels one step behind kv, as each rank adds its tiles before it sends it on. So
+            # it has travelled while these tiles were computed
             if source != rank:  # in the first step they are this rank's own zeros
                 dkv.receive()
             for tile, dkv_tile in zip(ctx.tiles[source], dkv_tiles):
@@ -251,15 +247,15 @@ class RingAttention(torch.autograd.Function):
 
 
 def deal_chunks(length, n, zigzag=True, multiple=1, starts=None):
-    """(tokens of a chunk, the numbers of each rank's chunks) in a ring of n ranks: two chunks a
-    rank in a zigzag, else one. multiple: pad chunks to a multiple of this, for ranks that share a
-    ring's tokens (Ulysses, below).
+    """(tokens of a chunk, [the numbers of a rank's chunks for each rank]) in a ring of n ranks: two
+    chunks a rank in a zigzag, else one. multiple: pad chunks to a multiple of this, for ranks that
+    share a ring's tokens (Ulysses, below).
 
     starts (B, T): where each token's document starts. Then a rank has eight chunks, dealt out by
     the pairs of a query and a key that they compute: the heaviest first, to the rank with the
-    fewest pairs that has room. Two chunks a rank of one document make a zigzag."""
+    fewest pairs that has room. Of one document and two chunks a rank this makes the zigzag."""
     each = chunks_of_rank(zigzag, starts)
-    size = -(-length // (n * each * multiple)) * multiple
+    size = math.ceil(length / (n * each * multiple)) * multiple
     if starts is None or not zigzag:
         return size, [[rank, 2 * n - 1 - rank][:each] for rank in range(n)]
     pairs = (torch.arange(starts.shape[1]) + 1 - starts).sum(0)  # of each query, in all rows
@@ -285,7 +281,7 @@ def held_positions(length, rank, n, zigzag=True, multiple=1, starts=None):
     return (torch.tensor(chunks[rank]).unsqueeze(1) * size + torch.arange(size)).flatten()
 
 
-@functools.lru_cache(maxsize=32)  # all layers need the same. By identity: never refill starts
+@functools.lru_cache(maxsize=32)  # for all layers. By starts' identity: never change it in place
 def ring_tiles(rank, n, length, zigzag=True, starts=None):
     """For each rank of the ring, the tiles of this rank's queries with its keys."""
     size, chunks = deal_chunks(length, n, zigzag, starts=starts)
@@ -311,15 +307,18 @@ def find_tiles(own, others, size, borders):
     for row, edges in enumerate(borders):
         rows = slice(row, row + 1) if len(borders) > 1 else slice(None)
         for start, end in itertools.pairwise(edges):
-            document = slice(before(own, start), before(own, end))
-            if own == others and document.start < document.stop:
-                tiles.append(Tile(document, document, True, rows))
-            for chunk in own if own != others else ():
+            if own == others:
+                document = slice(before(own, start), before(own, end))
+                if document.start < document.stop:
+                    tiles.append(Tile(document, document, True, rows))
+                continue
+            for chunk in own:
                 first, last = max(start, chunk * size), min(end, (chunk + 1) * size)
                 keys = slice(before(others, start), before(others, first))
                 if first >= last or keys.start == keys.stop:
                     continue
                 queries = slice(before(own, first), before(own, last))
+                # Neighbouring chunks with the same keys make one tile
                 if tiles and tiles[-1].keys == keys and tiles[-1].rows == rows:
                     queries = slice(tiles.pop().queries.start, queries.stop)
                 tiles.append(Tile(queries, keys, False, rows))
@@ -339,14 +338,15 @@ def shard_sequence(x, held, fill=0):
 
 class DirectBuffer:
     """In place of a DoubleBuffer. In step s a rank sends its own keys straight to the rank s after
-    it, but only those that the tiles there use. home: gradients of another rank's keys go straight
-    back to it, and those of its own add up. used: see used_keys."""
+    it, but only those that the tiles there use. home=True: their gradients, which go the same way
+    back and are added to the owner's. used: see used_keys."""
 
     def __init__(self, tensor, group, used, home):
         self.tensor = self.own = tensor
         self.group, self.home = group, home
-        self.to_send, self.to_receive = reversed(used) if home else used
-        self.step = -1 if home else 0  # the first gradients are at home
+        given, taken = used
+        self.to_send, self.to_receive = (taken, given) if home else (given, taken)
+        self.step = -1 if home else 0  # the first step's gradients are of own keys: no message
 
     def send(self):
         rank, n = dist.get_rank(self.group), dist.get_world_size(self.group)
@@ -361,7 +361,7 @@ class DirectBuffer:
     def receive(self):
         for message in self.messages:
             message.wait()
-        self.tensor = torch.zeros_like(self.own)  # of the next rank
+        self.tensor = torch.zeros_like(self.own)  # for the next step
         if not self.home:
             self.tensor[self.arriving] = self.incoming  # no tile reads what stays zero
             return
@@ -378,9 +378,10 @@ def used_keys(rank, n, length, zigzag, starts, device="cpu"):
     size, chunks = deal_chunks(length, n, zigzag, starts=starts)
     held = (torch.tensor(chunks).unsqueeze(2) * size + torch.arange(size)).flatten(1)  # (N, T')
     padding = torch.arange(starts.shape[1], length).expand(len(starts), -1)
-    starts = torch.cat((starts, padding), dim=1)  # padding has no document of two tokens
+    starts = torch.cat((starts, padding), dim=1)  # each token of padding is a document of its own
 
     def used(user, owner):
+        # last[row, s]: the user's last token of the document that starts at s
         positions = held[user].expand(len(starts), -1)
         last = torch.zeros_like(starts).scatter_reduce(1, starts[:, held[user]], positions, "amax")
         later = last.gather(1, starts[:, held[owner]]) > held[owner]
@@ -418,7 +419,7 @@ class Ring(GroupModule):
 
     Attention is causal and scaled by 1/sqrt(D), without dropout, other masks or second gradients.
     Cut tokens by `positions`, never by chunk(): which query sees which key follows from the rank
-    alone. Another cut gives wrong numbers without an error; so do swapped heads and tokens.
+    alone. Another cut gives wrong numbers without an error; so does q of shape (B, T', H, D).
     B and T' are the same on all ranks, or the process group aborts or hangs. Beside another
     technique: docs/use/two-techniques.md."""
 
@@ -439,10 +440,14 @@ class Ring(GroupModule):
         if starts is None:
             return self.attention.apply(q, k, v, self.group, ring_tiles(*where))
         used = used_keys(*where, q.device)
-        return RingAttention.apply(q, k, v, self.group, ring_tiles(*where), used)
+        buffers = [functools.partial(DirectBuffer, used=used, home=home) for home in (False, True)]
+        return RingAttention.apply(q, k, v, self.group, ring_tiles(*where), buffers)
 
 
 # --- gather: all keys and values at once (Llama 3, arXiv:2407.21783, section 3.3.2)
+
+# torch 2.13 renamed it; older versions know only the second name
+all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class GatheredAttention(torch.autograd.Function):
@@ -469,20 +474,16 @@ class GatheredAttention(torch.autograd.Function):
                 dq_tile, dk, dv = tile_gradients(grad, q, kv, out, lse, tile)
                 dq[tile.rows, :, tile.queries] += dq_tile
                 dkv[source][:, tile.rows, :, tile.keys] += torch.stack((dk, dv))
-        # Each rank sums what it gets for its own keys: as many bytes as a reduce-scatter, of which
-        # gloo's own sends twice as many
+        # Each rank sums what it gets for its own keys. That is a reduce-scatter: gloo's own sends
+        # twice as many bytes
         pieces = torch.empty_like(dkv)
         dist.all_to_all_single(pieces, dkv, group=ctx.group)
         return dq.to(q.dtype), *pieces.sum(0).to(q.dtype), None, None
 
 
-# torch 2.13 renamed it; older versions know only the second name
-all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
 class Gather(Ring):
     """In place of attention's core: attention to gathered keys and values. Used as Ring is. With
-    documents it is a Ring: those keys would not make an all-gather."""
+    documents it is a Ring: each rank uses other keys, and an all-gather sends the same to all."""
 
     attention = GatheredAttention
 
@@ -491,9 +492,8 @@ class Gather(Ring):
 
 
 class Exchange(torch.autograd.Function):
-    """An all-to-all: cuts dimension `cut` of x into N pieces, one for each rank, and joins the
-    pieces that arrive along dimension `join`. It only moves data, so its backward is the way
-    back."""
+    """An all-to-all: cuts dimension `cut` of x into N pieces, one for each rank, and joins those
+    that arrive along dimension `join`. It only moves data, so its backward is the way back."""
 
     @staticmethod
     def forward(ctx, x, group, cut, join):
@@ -662,7 +662,6 @@ class SumRouterStats(GroupModule):
 
 
 # --- demo ---
-# It needs harness/, proof/, receipts/, model.py and ddp.py
 
 import ddp
 import harness
