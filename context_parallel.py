@@ -209,7 +209,7 @@ def tile_gradients(grad, q, kv, out, lse, tile):
 class RingAttention(torch.autograd.Function):
     """q (B, H, T', D), k and v (B, H_kv, T', D) of this rank's T' tokens -> attention to all ranks'
     keys (B, H, T', D). In backward keys and values travel again, and with them the sums of their
-    gradients. buffers: in what kv and dkv travel. With documents others do, see DirectBuffer."""
+    gradients. buffers: what kv and dkv travel in, with documents two DirectBuffers."""
 
     @staticmethod
     def forward(ctx, q, k, v, group, tiles, buffers=(DoubleBuffer, DoubleBuffer)):
