@@ -1,10 +1,10 @@
 """Expert parallelism: each rank has some of the experts, and tokens travel to them and back.
 
 A mixture replaces the one MLP of a block by E MLPs, the experts. A router, a linear layer, scores
-them for each token. The k best experts compute the token, and y adds up their results times the
-router's weights. Here E = 4, k = 2, N = 2 ranks have 4 tokens each, and digits number the experts:
+them for each token. The k best compute it, and y is the sum of their results, times the router's
+weights. Here E = 4, k = 2, N = 2 ranks have 4 tokens each. A digit is a token for expert `digit`:
 
-             each token's choices,    all-to-all:                   its        all-to-all back:
+             rows to send,            all-to-all:                   its        all-to-all back:
              sorted by expert         from rank 0    from rank 1    experts    weigh, add up
     rank 0   0 0 1 | 2 2 2 3 3        0 0 1          0 1 1          0, 1       y of its 4 tokens
     rank 1   0 1 1 | 2 3 3 3 3        2 2 2 3 3      2 3 3 3 3      2, 3       y of its 4 tokens
@@ -14,13 +14,13 @@ so rows that are sorted by expert are sorted by rank. How many rows go where dep
 ranks first tell each other, and the host (the CPU) waits to read the numbers. Where routing is
 uneven the others wait for the fullest rank: a balance loss (model.py) or `capacity` limits that.
 
-Sent: the rows (dispatch), their results (combine), and in backward the gradients of both. With even
-routing each of the 4 is r k n C e bytes per layer: n tokens per rank, C elements of e bytes a row,
-of which r = (N-1)/N leave the rank. Once a step: 2 r P e, to all-reduce the P other parameters.
+Sent: rows (dispatch), their results (combine), and in backward the gradients of both. n tokens per
+rank make k n rows of C elements, e bytes each. Of these r = (N-1)/N leave the rank, if routing is
+even: 4 r k n C e bytes per layer. Once a step: 2 r P e, to all-reduce the P other parameters.
 
-Backward: each row's gradient goes back the way the row came. An expert gets its tokens of the whole
-batch, so its gradient is complete, if each rank divides its loss by the number of all tokens. The
-gradients of all other parameters, the router's too, are summed over the ranks.
+Backward: each row's gradient goes back the way the row came. An expert computes its rows of the
+whole batch, so its gradient is complete, if each rank divides its loss by the number of all tokens.
+The gradients of all other parameters, the router's too, are all-reduced.
 Not worth it where each rank can hold all experts and has many tokens (docs/learn/experts.md).
 
     torchrun --nproc_per_node=4 expert_parallel.py      python expert_parallel.py --experts 5
@@ -39,14 +39,14 @@ from torch.autograd.function import once_differentiable  # refuses a gradient of
 
 
 def plain_dispatch(x, router_weights, chosen, experts, experts_per_rank, group):
-    """Tokens to their experts on all ranks and back: x (n, C), the router's weights and choices
-    (n, k) -> (n, C). experts(rows, rows_per_expert): this rank's MLPs. They get rows (m, C), sorted
-    by expert, and return (m, C), row for row.
+    """x (n, C) -> y (n, C), by the router's weights (n, k) and its choices, `chosen` (n, k).
+    experts(rows, rows_per_expert): a function that runs this rank's MLPs. It gets rows (m, C),
+    sorted by expert, and returns (m, C), row for row.
 
     Not checked: x must require a gradient on every rank, or backward waits for ever. ExpertDispatch
     needs no such promise, and overlaps the messages."""
     world, local_experts = len(experts_per_rank), experts_per_rank[dist.get_rank(group)]
-    # Sort: assignment i is a choice of token i // k. Sorted by expert is sorted by rank
+    # Sort. Assignment i, a choice of token i // k, will be a row
     assignments = chosen.flatten()
     order = assignments.argsort(stable=True)
     token = order // chosen.shape[1]  # (n k,)
@@ -88,8 +88,8 @@ class AllToAll(torch.autograd.Function):
 
 
 def run_experts(experts, rows, incoming):
-    """Results of this rank's experts, in the order of `rows`. incoming (N, local_experts): how many
-    rows came from each rank for each expert."""
+    """Results of this rank's experts, in the order of `rows`: as they arrived, rank by rank. Experts
+    get them sorted by expert. incoming (N, local_experts): how many each rank sent for each."""
     world, local_experts = incoming.shape
     expert = torch.arange(local_experts, device=rows.device).repeat(world)
     # (m,). Without output_size the host would wait for the device
@@ -98,8 +98,8 @@ def run_experts(experts, rows, incoming):
     rows = rows.index_select(0, by_expert)
     results = experts(rows, incoming.sum(0))
     if len(rows) == 0:
-        # Experts may skip an empty batch. Without the sum autograd would not connect results and
-        # rows, and this rank would not join the all-to-alls of backward.
+        # Experts may skip an empty batch. The sum keeps results connected to rows in autograd's
+        # graph: else this rank would not join the all-to-alls of backward
         results = results + rows.to(results.dtype)
     return results.index_select(0, by_expert.argsort())  # the inverse permutation
 
@@ -140,8 +140,8 @@ class Transfer:
     Autograd runs nodes in reverse order of forward, which is the same on all ranks."""
 
     def __init__(self, send_counts, receive_counts, group, before_wait):
-        self.counts, self.group = (send_counts, receive_counts), group
-        self.before_wait = before_wait
+        self.counts = send_counts, receive_counts
+        self.group, self.before_wait = group, before_wait
 
     def start(self, rows, send_counts, receive_counts):
         self.rows = rows.contiguous()  # must live until it is sent
@@ -159,7 +159,7 @@ class Transfer:
 
 
 class Start(torch.autograd.Function):
-    """Returns an empty tensor for Wait, which connects the two in autograd's graph."""
+    """Returns an empty tensor. Wait takes it, so that autograd's graph connects the two."""
 
     @staticmethod
     def forward(ctx, rows, transfer):
@@ -199,8 +199,8 @@ class ExpertDispatch(nn.Module):
     meanwhile(): called once, while rows travel, for what needs no expert, such as a shared MLP. Its
     result is not returned: keep it yourself.
     chunks: the tokens are cut into as many; one is computed while others travel.
-    capacity: how many times its even share an expert takes, see drop_late. None: as many as come.
-    before_wait(): called before each wait for rows, see dualpipe.py.
+    capacity: how many times its even share an expert takes, see drop_late. None: all that come.
+    before_wait(): called before each wait: dualpipe.py runs another micro-batch there.
 
     All ranks must call this equally often, backward too, with the same experts_per_rank and chunks:
     otherwise they wait for ever. A rank without tokens gives x (0, C).
@@ -254,8 +254,8 @@ class ExpertDispatch(nn.Module):
         yield torch.zeros_like(x).index_add(0, token, results.to(x.dtype))
 
     def exchange_counts(self, chunks):
-        """Tell every rank how many rows it gets. chunks: a list of assignments (n k,), which are
-        numbers of experts; E stands for one that is dropped. Returns, for each chunk:
+        """Tell every rank how many rows it gets. chunks: each chunk's assignments (n k,), which are
+        numbers of experts; E stands for a dropped one. Returns, for each chunk:
 
         send_counts, receive_counts: how many rows go to each rank, and come from it, as lists
         incoming (N, local_experts): how many come from each rank for each expert here"""
@@ -276,15 +276,14 @@ class ExpertDispatch(nn.Module):
 
 
 def drop_late(chosen, expert_count, capacity):
-    """chosen (n, k), with E in place of each assignment that is dropped. An expert takes capacity *
-    k n / E of this rank's assignments, and drops later ones. All first choices come before second
-    ones."""
+    """chosen (n, k), with E in place of each choice that is dropped. An expert takes capacity *
+    k n / E of this rank's rows. First choices go before second ones, then earlier tokens first."""
     n, k = chosen.shape
-    queue = chosen.t().flatten()  # (k n,)
+    queue = chosen.t().flatten()  # (k n,): all first choices, all second ones, ...
     one_hot = queue.unsqueeze(1) == torch.arange(expert_count, device=queue.device)  # (k n, E)
     place = one_hot.cumsum(0).gather(1, queue.unsqueeze(1))  # (k n, 1), an expert's first has 1
-    most = math.ceil(min(capacity * k * n / expert_count, k * n))
-    late = place.view(k, n).t() > most
+    limit = math.ceil(min(capacity * k * n / expert_count, k * n))
+    late = place.view(k, n).t() > limit
     return chosen.masked_fill(late, expert_count)
 
 
@@ -300,9 +299,9 @@ def expert_counts(expert_count, world):
 
 
 def placement(parameter):
-    """parameter.placement, with what is missing of it:
+    """A parameter's placement, with defaults for the missing entries:
 
-    shape    of the whole
+    shape    of the whole parameter
     cuts     {dimension: (group, start, length)}: each rank of the group has another shard
 
     Other techniques add partial and data: docs/use/two-techniques.md."""
@@ -321,8 +320,8 @@ def shard_experts(parameter, group, data_group=None):
     place, then make the optimizer. Its `placement` says that it is split. Where each expert is a
     module of its own, write its placement yourself (docs/use/two-techniques.md).
 
-    data_group: the ranks with the same experts, over which their gradients must be summed, where
-    data parallelism has more ranks than `group`."""
+    data_group: where data parallelism has more ranks than `group`, the ranks that hold the same
+    experts. The gradients of these must be summed over it."""
     group, whole = group or dist.group.WORLD, placement(parameter)
     if 0 in whole["cuts"]:
         raise ValueError("the experts of this parameter are dealt out already: cut it once")
@@ -340,8 +339,8 @@ def sum_replicated_gradients(parameters, group):
     """Sum the gradients of all parameters that are not split over the group, in one all-reduce. A
     parameter without a gradient on this rank counts as zeros, and gets the sum.
 
-    Call it once a step, after the last backward. If experts have a data_group, call it again with
-    that."""
+    Call it once a step, after the last backward pass; once more with the data_group, if there is
+    one."""
     group = group or dist.group.WORLD
     replicated = [p for p in parameters if p.requires_grad and not split_over(p, group)]
     all_reduce_gradients(replicated, group)
@@ -357,7 +356,7 @@ def all_reduce_gradients(parameters, group):
     flat = torch.cat([p.grad.flatten() for p in parameters])
     dist.all_reduce(flat, group=group)
     for p, total in zip(parameters, flat.split([p.numel() for p in parameters])):
-        # By .data: a changed _version would void the notes of other groups
+        # By .data, which leaves _version as it is: refuse_summed, below, compares it
         p.grad.data.copy_(total.view_as(p))
         note_sum(p, group)
 
@@ -373,8 +372,8 @@ def check_chosen(chosen, expert_count):
 
 
 def refuse_summed(parameter, group=None):
-    """Refuse a gradient that has been summed over the group (None: over any) and has not changed
-    since. torch counts a tensor's changes in _version."""
+    """Refuse a gradient that was summed over the group (None: over any group) and has not changed
+    since. torch counts the changes of a tensor in its _version."""
     summed_at = getattr(parameter.grad, "summed_at", {})  # {group's name: _version at its sum}
     versions = summed_at.values() if group is None else [summed_at.get(group.group_name)]
     if parameter.grad is not None and parameter.grad._version in versions:

@@ -14,11 +14,11 @@ Sent        in forward                            in backward
     g       reduce-scatter of the partial sums    all-gather of the gradients
 
 An all-reduce is a reduce-scatter and then an all-gather, and each sends r = (t-1)/t of the tensor.
-So it sends what tensor parallelism sends: 8 r B T C e per block, at e bytes an element. The
-activations between the layers shrink to 1/t. f's result (B, T, C) is still held, for the gradients
-of up's and qkv's weights. With --gather-again backward gathers it again, and sends a quarter more.
+So a block sends what it sends in tensor parallelism: 8 r B T C e, at e bytes an element. The
+activations between the split layers shrink to 1/t. f's result (B, T, C) is still held, for the
+gradients of weights. With --gather-again backward gathers it again, and sends a quarter more.
 
-Norms, positions and the biases after g see only this rank's tokens: the gradients of their P
+Norms, positions and the biases after g see this rank's tokens only. So the gradients of these P
 parameters are partial sums, which `reduce_partial` all-reduces once a step (2 r P e bytes).
 
 Twice as many messages: slower than tensor parallelism where latency dominates. t must divide T.
@@ -48,8 +48,7 @@ from tensor_parallel import (
 
 # --- f and g, in place of tensor parallelism's. In the paper they are g and g-bar
 
-
-# torch 2.13 renamed them; older versions know only the second name
+# torch 2.13 renamed these two; older versions know only the second name
 all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -59,7 +58,7 @@ def gather_tokens(x, group, async_op=False):
     return a function that waits for it and returns them."""
     shards = x.new_empty(dist.get_world_size(group), *x.shape)  # (t, B, T/t, C)
     options = dict(group=group, async_op=async_op)
-    message = all_gather_into_tensor(shards.flatten(0, 1), x.contiguous(), **options)  # into a view
+    message = all_gather_into_tensor(shards.flatten(0, 1), x.contiguous(), **options)  # a view
     finish = after(message, lambda: shards.transpose(0, 1).flatten(1, 2))
     return finish if async_op else finish()
 
@@ -77,13 +76,13 @@ def reduce_scatter_tokens(x, group, async_op=False):
         received = torch.empty_like(shards[0])
         message = reduce_scatter_tensor(received, shards.flatten(0, 1), **options)
         finish = after(message, lambda: received)
-    finish.sent = shards  # it must live until the wait
+    finish.sent = shards  # a reference: it must live until the wait
     return finish if async_op else finish()
 
 
 class GatherTokens(torch.autograd.Function):
-    """f: every rank uses all tokens, so each has gradients for all of them. Backward sums these
-    over the ranks, and keeps those of this rank's tokens."""
+    """f: every rank gets all tokens, so in backward each has a gradient for every token. Backward
+    sums these over the ranks, and keeps the sums of this rank's tokens."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -111,8 +110,8 @@ class ReduceScatterTokens(torch.autograd.Function):
 
 
 def plain_sequence_mlp(x, norm, up, down, bias, group):
-    """The picture above: x (B, T/t, C) -> (B, T/t, C). up (H/t, C) and down (C, H/t) are shards.
-    norm and bias are whole: all-reduce their gradients, which are of this rank's tokens only."""
+    """The picture without dropout: x (B, T/t, C) -> (B, T/t, C). up (H/t, C) and down (C, H/t) are
+    shards. norm and bias are whole, but see this rank's tokens only: all-reduce their gradients."""
     full = GatherTokens.apply(norm(x), group)  # f: (B, T, C)
     hidden = F.gelu(F.linear(full, up))  # (B, T, H/t)
     partial = F.linear(hidden, down)  # (B, T, C)
@@ -192,7 +191,7 @@ def all_reduce_gradients(parameters, group):
     flat = torch.cat([p.grad.flatten() for p in parameters])
     dist.all_reduce(flat, group=group)
     for p, total in zip(parameters, flat.split([p.numel() for p in parameters])):
-        # By .data: a changed _version would void the notes of other groups
+        # By .data, which leaves _version as it is: refuse_summed, below, compares it
         p.grad.data.copy_(total.view_as(p))
         note_sum(p, group)
 
@@ -201,7 +200,7 @@ def all_reduce_gradients(parameters, group):
 
 
 class SequenceEnterAndProject(EnterAndProject):
-    """Takes the place of a SequenceEnter whose result only `layers` read."""
+    """Takes the place of a SequenceEnter. Holds all tokens until backward."""
 
     function = GatherTokens
 
@@ -213,8 +212,8 @@ class SequenceEnterAndProject(EnterAndProject):
 
 
 class GatherAgain(SequenceEnterAndProject):
-    """Holds this rank's tokens until backward, which gathers again. That message travels beside the
-    product that gives x's gradient."""
+    """Holds this rank's tokens until backward, which gathers all of them again while it computes
+    their gradients."""
 
     def forward(self, x):  # always, because plain f would hold all tokens
         return self.project(x)
@@ -230,8 +229,8 @@ class GatherAgain(SequenceEnterAndProject):
 
 
 def refuse_summed(parameter, group=None):
-    """Refuse a gradient that has been summed over the group (None: over any) and has not changed
-    since. torch counts a tensor's changes in _version."""
+    """Refuse a gradient that was summed over the group (None: over any group) and has not changed
+    since. torch counts the changes of a tensor in its _version."""
     summed_at = getattr(parameter.grad, "summed_at", {})  # {group's name: _version at its sum}
     versions = summed_at.values() if group is None else [summed_at.get(group.group_name)]
     if parameter.grad is not None and parameter.grad._version in versions:
@@ -264,8 +263,8 @@ def check_tokens(config, t):
 
 
 def shard_last(group, module, args):
-    """A hook before a module that sees split tokens. The last argument, positions (T,) or dropout's
-    key (B, T), covers all tokens: pass on this rank's shard."""
+    """A forward pre-hook of modules that see split tokens. Their last argument, positions (T,) or
+    dropout's key (B, T), is of all tokens: pass on this rank's shard."""
     *others, last = args
     return (*others, None if last is None else shard_positions(last, group))
 
@@ -273,13 +272,13 @@ def shard_last(group, module, args):
 def parallelize_sequence(model, group, keep_gathered=True, kv_group=None, whole_experts=False):
     """parallelize_tensors, then f and g replaced. Raises ValueError as that does.
 
-    keep_gathered: hold what f gathered until backward, or gather it again there. tokens, targets,
-    positions and samples stay whole on every rank. A pipeline stage without an embedding takes
-    x (B, T/t, C), as the stage before it returned it, and needs positions (T,). Gradients are
-    partial sums after backward: see `reduce_partial`.
+    Give every rank the whole tokens, targets, positions and sample_ids. A pipeline stage without an
+    embedding takes x (B, T/t, C) from the stage before it, and needs positions (T,). After backward
+    call `reduce_partial`.
 
-    whole_experts: each rank sends its own tokens to experts. expert_parallel.py must deal these out
-    over a group with all tensor-parallel ranks' tokens, before or after."""
+    keep_gathered: hold what f gathered until backward. Else gather it again there.
+    whole_experts: leave the experts as they are. Each rank sends its own tokens to them, so
+    expert_parallel.py must deal them out over all tensor-parallel ranks, before or after."""
     parallelize_tensors(model, group, kv_group, whole_experts)
     enter_and_project = SequenceEnterAndProject if keep_gathered else GatherAgain
     if model.embed is not None:
@@ -288,7 +287,7 @@ def parallelize_sequence(model, group, keep_gathered=True, kv_group=None, whole_
         block.attn.enter = enter_and_project(group, block.attn.enter.layers)
         block.attn.proj.leave = SequenceLeave(group)
         mlp = block.mlp
-        if model.config.experts and not whole_experts:  # the router's choice is gathered with x
+        if model.config.experts and not whole_experts:  # enter gathers the router's choice, too
             mlp.enter = SequenceEnter(group)
             mlp.leave = SequenceLeave(group)
         if model.config.experts:

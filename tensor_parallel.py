@@ -10,14 +10,14 @@ output. Attention is split alike, by heads, and so is the vocabulary. Norms, the
 the residual stream are complete on every rank.
 
 Sent: g adds the partial sums in forward (one all-reduce). f adds the gradients of x in backward
-(one all-reduce), because every rank's half used x. Attention and MLP of a block have one f and one
-g each: 4 all-reduces of x, which is B sequences of T tokens, C wide. On t ranks an all-reduce of S
-bytes sends 2 r S, r = (t-1)/t (collectives.py). That is 8 r B T C e bytes per block, at e bytes an
-element. Embedding and head add 4 r B T C e, and the loss three numbers per token.
+(one all-reduce), because every rank's half used x. A block has an f and a g around its attention,
+and again around its MLP: 4 all-reduces of a tensor (B, T, C), B sequences of T tokens, C wide. On t
+ranks an all-reduce of S bytes sends 2 r S, r = (t-1)/t (collectives.py). So a block sends
+8 r B T C e bytes, at e bytes an element. Embedding and head add 4 r B T C e, the loss a little.
 
-Backward: g's is the identity. All ranks go on with the same y and compute the same loss: it is one
-loss, not t of them. Each partial sum enters y with factor 1, so its gradient is y's gradient.
-f's sum is the complete gradient of x, so those of all earlier layers are complete on every rank.
+Backward: g's is the identity. y is the sum of the partial sums, so each of them gets y's gradient.
+All ranks compute the same loss from the same y: it is one loss, not t of them. f's sum is the
+complete gradient of x, so all earlier layers get complete gradients, the same on every rank.
 
 Between nodes it rarely pays: each layer waits for g's message (docs/learn/tensor-parallelism.md).
 
@@ -108,34 +108,32 @@ class Leave(nn.Module):
         return self.function.apply(x, self.group)
 
 
-# --- the two matrices between f and g, cut by `shard`, below. The names are those of the paper's
-# Y = X A. torch keeps A transposed: its columns are rows of `weight`
+# --- the two matrices between f and g, cut by `shard`, below. Their names are the paper's, of
+# Y = X A. torch stores A transposed: a column of A is a row of `weight`
 
 
 class ColumnParallelLinear(nn.Module):
     """Splits the outputs: each rank keeps out/t rows of torch's (out, in) weight, the columns of A.
-    x (..., in) -> this rank's (..., out / t). After f.
+    x (..., in) -> this rank's (..., out / t). Put f before it.
 
     A shard must be whole heads. The usual fused qkv (all q, all k, all v) would be cut wrong,
-    silently: order its rows by kv-head (its q heads, its k, its v), or keep three layers. Where t
-    does not divide `out`, zeros fill the last shards. A padded hidden unit is act(0): where that is
-    not 0, the next layer's padded columns get gradients.
+    silently: order its rows by kv-head (its q heads, its k, its v), or keep three layers.
 
-    shared_by: see `shard`"""
+    Where t does not divide `out`, zeros fill the last shards. They stay without effect if the
+    activation maps 0 to 0. shared_by: see `shard`."""
 
     def __init__(self, linear, group, shared_by=None):
         super().__init__()
         self.weight = shard(linear.weight, 0, group, shared_by)  # (out / t, in)
         self.bias = shard(linear.bias, 0, group, shared_by)
 
-    def used(self):
-        """The weight and bias that forward needs. SharedHeads needs some rows of them only."""
+    def weight_and_bias(self):  # SharedHeads, below, uses some of the rows only
         return self.weight, self.bias
 
     def forward(self, x):
-        if isinstance(x, dict):  # EnterAndProject, below, has computed it
+        if isinstance(x, dict):  # {layer: its product}, where EnterAndProject took f's place
             return x[self]
-        return F.linear(x, *self.used())
+        return F.linear(x, *self.weight_and_bias())
 
 
 class RowParallelLinear(nn.Module):
@@ -284,9 +282,9 @@ def shard_tensor(full, dim, index, shards):
 
 
 def placement(parameter):
-    """parameter.placement, with what is missing of it:
+    """A parameter's placement, with defaults for the missing entries:
 
-    shape    of the whole
+    shape    of the whole parameter
     cuts     {dimension: (group, start, length)}: each rank of the group has another shard
 
     Other techniques add partial and data: docs/use/two-techniques.md."""
@@ -301,12 +299,12 @@ def split_over(parameter, group):
 
 
 def shard(parameter, dim, group, shared_by=None):
-    """This rank's shard of a parameter, with its `placement`. None stays None. Raises ValueError
-    if this dimension has been cut before, or if the parameter has been cut over this group.
+    """This rank's shard, a new parameter with a `placement`. None stays None. Raises ValueError if
+    this dimension has been cut before, or if the parameter has been cut over this group.
 
-    shared_by: s neighbouring ranks that hold the same one of t/s shards (a kv-head's k and v, where
-    ranks outnumber the kv-heads), each for other uses. So its gradients are partial sums, which
-    reduce_partial in sequence_parallel.py completes."""
+    shared_by: a group of s neighbouring ranks that all get the same shard, one of t/s: of k and v,
+    where ranks outnumber the kv-heads. Each uses it for its own q heads, so its gradient is a
+    partial sum, which reduce_partial in sequence_parallel.py completes."""
     if parameter is None:
         return None
     dim, group = dim % parameter.dim(), group or dist.group.WORLD
@@ -355,24 +353,25 @@ def grad_norm(parameters):
     return total.sqrt()
 
 
-# --- faster: backward sends f's message while it computes the weights' gradients
+# --- faster: f's message travels while backward computes the weights' gradients. For this, one
+# autograd function computes f and the layers after it. Nothing above needs it
 
 
 class EnterAndProject(Enter):
-    """Takes the place of an Enter whose result only ColumnParallelLinears read, `layers`:
+    """Takes the place of an Enter. `layers`: the ColumnParallelLinears that read its result.
 
         attn.norm = nn.Sequential(norm, EnterAndProject(group, [attn.qkv]))
 
-    It computes their products as well, and returns {layer: its product}. Each layer then takes its
-    own, so the rest of the model stays as it is."""
+    It returns {layer: its product}, of which each layer's forward takes its own. So the rest of the
+    model stays as it is."""
 
     def __init__(self, group, layers):
         super().__init__(group)
         self.layers = list(layers)  # a list: no second name in state_dict
 
     def forward(self, x):
-        # Plain f where torch.compile makes one graph of a block, and in zero_bubble.py, a mode that
-        # puts off the weight's gradient of each F.linear
+        # Plain f where torch.compile makes one graph of a block, and in zero_bubble.py, which puts
+        # off the weights' gradients itself, by a mode that changes F.linear
         if torch.compiler.is_compiling() or has_torch_function((x,)):
             return super().forward(x)
         return self.project(x)
@@ -381,23 +380,23 @@ class EnterAndProject(Enter):
     def project(self, x):
         if torch.is_autocast_enabled(x.device.type):  # as in F.linear, but before x is kept or sent
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        weights, biases = zip(*(layer.used() for layer in self.layers))
+        weights, biases = zip(*(layer.weight_and_bias() for layer in self.layers))
         kept = self.keep(x.detach())
         x = SaveFirst.apply(x, kept, *weights)
         return dict(zip(self.layers, Project.apply(x, kept, self, *weights, *biases)))
 
-    # sequence_parallel.py replaces the next three, because its f has messages in forward, too
+    # The messages of f, which are others in sequence_parallel.py: it replaces these three methods
 
     def keep(self, x):
         """What is held of x until backward."""
         return x
 
     def start_gather(self, kept):
-        """A function that returns the x that the layers read."""
+        """Returns a function that returns the x that the layers read."""
         return lambda: kept
 
     def start_sum(self, dx):
-        """Sends f's message. A function that returns x's complete gradient."""
+        """Starts f's message. Returns a function that returns x's complete gradient."""
         return after(dist.all_reduce(dx, group=self.group, async_op=True), lambda: dx)
 
 
@@ -413,13 +412,14 @@ def after(message, result):
 
 
 class Project(torch.autograd.Function):
-    """The products of x and each layer's weight (out / t, in), plus its bias. Backward computes x's
-    gradient, starts its sum over the ranks, and meanwhile computes the weights' gradients. For one
-    layer: LinearWithGradAccumulationAndAsyncCommunication in Megatron-LM."""
+    """F.linear(x, weight, bias) of each layer. Backward computes x's gradient, starts its sum over
+    the ranks, and meanwhile computes the weights' gradients. Megatron-LM has it for one layer:
+    LinearWithGradAccumulationAndAsyncCommunication."""
 
     @staticmethod
     def forward(ctx, x, kept, enter, *parameters):
-        ctx.enter, ctx.saver, n = enter, x.grad_fn, len(enter.layers)
+        ctx.enter, n = enter, len(enter.layers)
+        ctx.saver = x.grad_fn  # SaveFirst, which holds kept and the weights
         full = enter.start_gather(kept)()
         return tuple(F.linear(full, *pair) for pair in zip(parameters[:n], parameters[n:]))
 
@@ -429,24 +429,24 @@ class Project(torch.autograd.Function):
         kept, *weights = ctx.saver.saved_tensors
         weights = [weight.to(grads[0].dtype) for weight in weights]  # F.linear did, under autocast
         finish_gather = ctx.enter.start_gather(kept)
-        rows = [grad.flatten(0, -2) for grad in grads]  # (B T, out / t)
-        dx = rows[0] @ weights[0]
-        for row, weight in zip(rows[1:], weights[1:]):
-            dx = torch.addmm(dx, row, weight)
+        dys = [grad.flatten(0, -2) for grad in grads]  # (B T, out / t) of each layer
+        dx = dys[0] @ weights[0]
+        for dy, weight in zip(dys[1:], weights[1:]):
+            dx = torch.addmm(dx, dy, weight)
         finish_sum = ctx.enter.start_sum(dx.view(*grads[0].shape[:-1], -1))
         full = finish_gather().flatten(0, -2)
         del finish_gather, dx  # frees the memory: both are of all tokens
         of_weights, of_biases = [], []
         needed = ctx.needs_input_grad[3:]  # False for what is frozen, and where there is no bias
-        for row, weight_needed, bias_needed in zip(rows, needed, needed[len(rows) :]):
-            of_weights.append(row.T @ full if weight_needed else None)
-            of_biases.append(row.sum(0) if bias_needed else None)
+        for dy, weight_needed, bias_needed in zip(dys, needed, needed[len(dys) :]):
+            of_weights.append(dy.T @ full if weight_needed else None)
+            of_biases.append(dy.sum(0) if bias_needed else None)
         return finish_sum(), None, None, *of_weights, *of_biases
 
 
 class SaveFirst(torch.autograd.Function):
-    """Identity. It saves what Project needs, before Project runs. Activation checkpointing runs
-    forward again as far as the last tensor that is saved: so it does not repeat the products."""
+    """Identity. It saves what Project needs, before Project runs. Activation checkpointing repeats
+    forward up to the last tensor that was saved: so it does not repeat the products."""
 
     @staticmethod
     def forward(ctx, x, *saved):
@@ -509,7 +509,7 @@ class SharedHeads(ColumnParallelLinear):
         self.queries = slice(dist.get_rank(kv_group) * rows, (dist.get_rank(kv_group) + 1) * rows)
         self.kv = slice(attn.queries_per_kv * attn.head_dim, None)
 
-    def used(self):
+    def weight_and_bias(self):
         whole = self.weight, self.bias
         return [p if p is None else torch.cat([p[self.queries], p[self.kv]]) for p in whole]
 
@@ -536,7 +536,7 @@ def parallelize_tensors(model, group, kv_group=None, whole_experts=False):
             mlp.experts.up = shard(mlp.experts.up, 1, group)
             mlp.experts.down = shard(mlp.experts.down, 2, group)
         if model.config.experts:  # the router stays whole
-            mlp = mlp.shared  # its input is x before the f above: it needs one too
+            mlp = mlp.shared  # an MLP beside the experts, or None. It has an f of its own
         if mlp is not None:
             mlp.up = ColumnParallelLinear(mlp.up, group)
             mlp.down = RowParallelLinear(mlp.down, group)
