@@ -88,8 +88,8 @@ class AllToAll(torch.autograd.Function):
 
 
 def run_experts(experts, rows, incoming):
-    """Results of this rank's experts, in the order of `rows`, which arrived rank by rank. Experts get
-    them sorted by expert. incoming (N, local_experts): how many each rank sent for each."""
+    """Results of this rank's experts, in the order of `rows`: they arrived rank by rank. The
+    experts get them by expert. incoming (N, local_experts): how many each rank sent for each."""
     world, local_experts = incoming.shape
     expert = torch.arange(local_experts, device=rows.device).repeat(world)
     # (m,). Without output_size the host would wait for the device

@@ -74,18 +74,14 @@ class ReduceFromGroup(torch.autograd.Function):
 
 def plain_mlp(x, up, down, group):
     """The picture in three lines: x (B, T, C) -> (B, T, C). up (H/t, C) and down (C, H/t) are this
-    rank's shards of torch's weights (out, in)."""
+    rank's shards of torch's weights, which are (out, in)."""
     x = CopyToGroup.apply(x, group)  # f
     hidden = F.gelu(F.linear(x, up))  # (B, T, H/t): this rank's hidden units
     return ReduceFromGroup.apply(F.linear(hidden, down), group)  # g
 
 
-class Enter(nn.Module):
-    """f as a module: put one right before the split layers that share an input. Not before an
-    unsplit layer: its input's gradient is already complete on every rank, and f would add it up t
-    times."""
-
-    function = CopyToGroup
+class GroupModule(nn.Module):
+    """A function of x and the group, as a module."""
 
     def __init__(self, group):
         super().__init__()
@@ -95,17 +91,17 @@ class Enter(nn.Module):
         return self.function.apply(x, self.group)
 
 
-class Leave(nn.Module):
-    """g as a module. It overwrites x, a partial sum that nothing else needs."""
+class Enter(GroupModule):
+    """f: put one right before the split layers that share an input. Not before an unsplit layer:
+    there each rank has x's complete gradient, and f would add it up t times."""
+
+    function = CopyToGroup  # sequence_parallel.py has another f and g
+
+
+class Leave(GroupModule):
+    """g. It overwrites x, a partial sum, with the sum."""
 
     function = ReduceFromGroup
-
-    def __init__(self, group):
-        super().__init__()
-        self.group = group
-
-    def forward(self, x):
-        return self.function.apply(x, self.group)
 
 
 # --- the two matrices between f and g, cut by `shard`, below. Their names are the paper's, of
@@ -119,8 +115,8 @@ class ColumnParallelLinear(nn.Module):
     A shard must be whole heads. The usual fused qkv (all q, all k, all v) would be cut wrong,
     silently: order its rows by kv-head (its q heads, its k, its v), or keep three layers.
 
-    Where t does not divide `out`, zeros fill the last shards. They stay without effect if the
-    activation maps 0 to 0. shared_by: see `shard`."""
+    Where t does not divide `out`, zeros fill the last shards. The activation must then map 0 to 0,
+    or the padding gets gradients. shared_by: see `shard`."""
 
     def __init__(self, linear, group, shared_by=None):
         super().__init__()
@@ -175,7 +171,8 @@ class RowParallelLinear(nn.Module):
 #     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
 #     optimizer.step()
 #
-# docs/fix/not-checked.md lists the mistakes that nothing catches, in dropout for example.
+# EnterAndProject, below, is a faster Enter. docs/fix/not-checked.md lists the mistakes that nothing
+# catches, in dropout for example.
 
 # --- the vocabulary, split too: V/t rows of the embedding and V/t logits per token on each rank
 
@@ -358,12 +355,13 @@ def grad_norm(parameters):
 
 
 class EnterAndProject(Enter):
-    """Takes the place of an Enter. `layers`: the ColumnParallelLinears that read its result.
+    """Takes the place of an Enter. `layers`: the ColumnParallelLinears, and nothing else, that read
+    its result.
 
         attn.norm = nn.Sequential(norm, EnterAndProject(group, [attn.qkv]))
 
-    It returns {layer: its product}, of which each layer's forward takes its own. So the rest of the
-    model stays as it is."""
+    It returns {layer: its product}. Each layer's forward takes its own, so the rest of the model
+    stays as it is."""
 
     def __init__(self, group, layers):
         super().__init__(group)
@@ -385,18 +383,18 @@ class EnterAndProject(Enter):
         x = SaveFirst.apply(x, kept, *weights)
         return dict(zip(self.layers, Project.apply(x, kept, self, *weights, *biases)))
 
-    # The messages of f, which are others in sequence_parallel.py: it replaces these three methods
+    # sequence_parallel.py replaces these three: its f has other messages, in forward too
 
     def keep(self, x):
         """What is held of x until backward."""
         return x
 
     def start_gather(self, kept):
-        """Returns a function that returns the x that the layers read."""
+        """From what is held, a function that returns the x that the layers read."""
         return lambda: kept
 
     def start_sum(self, dx):
-        """Starts f's message. Returns a function that returns x's complete gradient."""
+        """Sends f's message. A function that returns x's complete gradient."""
         return after(dist.all_reduce(dx, group=self.group, async_op=True), lambda: dx)
 
 
@@ -411,6 +409,20 @@ def after(message, result):
     return finish
 
 
+class SaveFirst(torch.autograd.Function):
+    """Identity. Saves what Project needs, before Project runs. Activation checkpointing repeats a
+    forward up to the last tensor that it saved: so the products, after it, are not repeated."""
+
+    @staticmethod
+    def forward(ctx, x, *saved):
+        ctx.save_for_backward(*saved)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, *[None] * (len(ctx.needs_input_grad) - 1)
+
+
 class Project(torch.autograd.Function):
     """F.linear(x, weight, bias) of each layer. Backward computes x's gradient, starts its sum over
     the ranks, and meanwhile computes the weights' gradients. Megatron-LM has it for one layer:
@@ -418,9 +430,9 @@ class Project(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, kept, enter, *parameters):
-        ctx.enter, n = enter, len(enter.layers)
-        ctx.saver = x.grad_fn  # SaveFirst, which holds kept and the weights
-        full = enter.start_gather(kept)()
+        ctx.enter = enter
+        ctx.saver = x.grad_fn  # SaveFirst's node, which holds kept and the weights
+        full, n = enter.start_gather(kept)(), len(enter.layers)
         return tuple(F.linear(full, *pair) for pair in zip(parameters[:n], parameters[n:]))
 
     @staticmethod
@@ -444,27 +456,12 @@ class Project(torch.autograd.Function):
         return finish_sum(), None, None, *of_weights, *of_biases
 
 
-class SaveFirst(torch.autograd.Function):
-    """Identity. It saves what Project needs, before Project runs. Activation checkpointing repeats
-    forward up to the last tensor that was saved: so it does not repeat the products."""
-
-    @staticmethod
-    def forward(ctx, x, *saved):
-        ctx.save_for_backward(*saved)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, *[None] * (len(ctx.needs_input_grad) - 1)
-
-
 # --- a mistake that would be silent: refused
 
 
 def check_replicas_agree(parameters, group):
-    """Is any f or sum missing? Refuse gradients of whole parameters that differ between ranks by
-    more than rounding. Call it after backward, in the first step at least: the host waits for the
-    device."""
+    """Refuse gradients of whole parameters that differ between ranks by more than rounding: an f or
+    a sum is missing. Call it after backward, in a first step: the host waits for the device."""
     norm = grad_norm(p for p in parameters if not placement(p)["cuts"])
     norms = [torch.empty_like(norm) for _ in range(dist.get_world_size(group))]
     dist.all_gather(norms, norm, group=group)
@@ -500,8 +497,8 @@ def kv_group_of(config):
 
 
 class SharedHeads(ColumnParallelLinear):
-    """qkv where ranks outnumber the kv-heads. The ranks of kv_group have one kv-head together: each
-    holds all its rows, q..q k v, and uses its own part of the q heads, k and v."""
+    """qkv where ranks outnumber the kv-heads. The ranks of kv_group share a kv-head: each holds all
+    its rows, q..q k v, and uses those of k, of v and of its own q heads."""
 
     def __init__(self, attn, group, kv_group):
         super().__init__(attn.qkv, group, kv_group)
@@ -517,8 +514,8 @@ class SharedHeads(ColumnParallelLinear):
 def parallelize_tensors(model, group, kv_group=None, whole_experts=False):
     """Cut a GPT over `group`, in place, and return it; on the meta device too. Any of embedding,
     blocks and head may be missing. Make the optimizer afterwards: parameters are replaced. Raises
-    ValueError where heads do not divide, and for a model that is cut already. kv_group: of
-    `SharedHeads`. whole_experts: leave the experts as they are."""
+    ValueError where heads do not divide, and for a model that is cut already. kv_group: see
+    kv_group_of. whole_experts: leave the experts as they are."""
     check_heads(model.config, dist.get_world_size(group))
     for block in model.blocks.values():
         attn, mlp = block.attn, block.mlp
