@@ -10,10 +10,10 @@ output. Attention is split alike, by heads, and so is the vocabulary. Norms, the
 the residual stream are complete on every rank.
 
 Sent: g adds the partial sums in forward (one all-reduce). f adds the gradients of x in backward
-(one all-reduce), because every rank's half used x. A block has an f and a g around its attention,
-and again around its MLP: 4 all-reduces of a tensor (B, T, C), B sequences of T tokens, C wide. On t
-ranks an all-reduce of S bytes sends 2 r S, r = (t-1)/t (collectives.py). So a block sends
-8 r B T C e bytes, at e bytes an element. Embedding and head add 4 r B T C e, the loss a little.
+(one all-reduce), because every rank's half used x. A block has an f and a g around attention and
+again around its MLP: 4 all-reduces of a tensor (B, T, C), B sequences of T tokens, C wide. On t
+ranks an all-reduce of S bytes sends 2 r S, r = (t-1)/t (collectives.py): 8 r B T C e bytes per
+block, at e bytes an element. Embedding and head add 4 r B T C e, the loss three numbers per token.
 
 Backward: g's is the identity. y is the sum of the partial sums, so each of them gets y's gradient.
 All ranks compute the same loss from the same y: it is one loss, not t of them. f's sum is the
@@ -80,7 +80,7 @@ def plain_mlp(x, up, down, group):
     return ReduceFromGroup.apply(F.linear(hidden, down), group)  # g
 
 
-class GroupModule(nn.Module):
+class GroupFunction(nn.Module):
     """A function of x and the group, as a module."""
 
     def __init__(self, group):
@@ -91,15 +91,15 @@ class GroupModule(nn.Module):
         return self.function.apply(x, self.group)
 
 
-class Enter(GroupModule):
+class Enter(GroupFunction):
     """f: put one right before the split layers that share an input. Not before an unsplit layer:
     there each rank has x's complete gradient, and f would add it up t times."""
 
     function = CopyToGroup  # sequence_parallel.py has another f and g
 
 
-class Leave(GroupModule):
-    """g. It overwrites x, a partial sum, with the sum."""
+class Leave(GroupFunction):
+    """g. It overwrites x, a partial sum that nothing else needs, with the sum."""
 
     function = ReduceFromGroup
 
