@@ -46,16 +46,15 @@ def plain_dispatch(x, router_weights, chosen, experts, experts_per_rank, group):
     Not checked: x must require a gradient on every rank, or backward waits for ever. ExpertDispatch
     needs no such promise, and overlaps the messages."""
     world, local_experts = len(experts_per_rank), experts_per_rank[dist.get_rank(group)]
-    # Sort. Assignment i, a choice of token i // k, will be a row
+    # Sort by expert, and so by rank. Assignment i is a choice of token i // k
     assignments = chosen.flatten()
     order = assignments.argsort(stable=True)
-    token = order // chosen.shape[1]  # (n k,)
+    token = order // chosen.shape[1]  # (n k,): the token of each row
     # Send: first how many rows there are for each expert, then the rows
     outgoing = assignments.bincount(minlength=sum(experts_per_rank))  # (E,)
     incoming = outgoing.new_empty(world * local_experts)
-    # Arguments: output, input, lengths of the output's parts, lengths of the input's parts
-    lengths = [local_experts] * world, experts_per_rank
-    dist.all_to_all_single(incoming, outgoing, *lengths, group=group)
+    lengths = dict(output_split_sizes=[local_experts] * world, input_split_sizes=experts_per_rank)
+    dist.all_to_all_single(incoming, outgoing, **lengths, group=group)
     incoming = incoming.view(world, local_experts)  # from each rank, for each expert here
     to_ranks = torch.stack([part.sum() for part in outgoing.split(experts_per_rank)])
     send_counts = to_ranks.tolist()  # rows to each rank
@@ -373,7 +372,7 @@ def check_chosen(chosen, expert_count):
 
 def refuse_summed(parameter, group=None):
     """Refuse a gradient that was summed over the group (None: over any group) and has not changed
-    since. torch counts the changes of a tensor in its _version."""
+    since. torch counts a tensor's changes in its _version."""
     summed_at = getattr(parameter.grad, "summed_at", {})  # {group's name: _version at its sum}
     versions = summed_at.values() if group is None else [summed_at.get(group.group_name)]
     if parameter.grad is not None and parameter.grad._version in versions:

@@ -57,8 +57,8 @@ def gather_tokens(x, group, async_op=False):
     """All ranks' tokens in order: x (B, T/t, C) -> (B, T, C). async_op: start the message, and
     return a function that waits for it and returns them."""
     shards = x.new_empty(dist.get_world_size(group), *x.shape)  # (t, B, T/t, C)
-    options = dict(group=group, async_op=async_op)
-    message = all_gather_into_tensor(shards.flatten(0, 1), x.contiguous(), **options)  # a view
+    whole = shards.flatten(0, 1)  # the same memory, in the shape that torch wants
+    message = all_gather_into_tensor(whole, x.contiguous(), group=group, async_op=async_op)
     finish = after(message, lambda: shards.transpose(0, 1).flatten(1, 2))
     return finish if async_op else finish()
 
@@ -202,7 +202,7 @@ def all_reduce_gradients(parameters, group):
 class SequenceEnterAndProject(EnterAndProject):
     """Takes the place of a SequenceEnter. Holds all tokens until backward."""
 
-    function = GatherTokens
+    function = GatherTokens  # where forward takes plain f
 
     def keep(self, x):
         return gather_tokens(x, self.group)
@@ -230,7 +230,7 @@ class GatherAgain(SequenceEnterAndProject):
 
 def refuse_summed(parameter, group=None):
     """Refuse a gradient that was summed over the group (None: over any group) and has not changed
-    since. torch counts the changes of a tensor in its _version."""
+    since. torch counts a tensor's changes in its _version."""
     summed_at = getattr(parameter.grad, "summed_at", {})  # {group's name: _version at its sum}
     versions = summed_at.values() if group is None else [summed_at.get(group.group_name)]
     if parameter.grad is not None and parameter.grad._version in versions:

@@ -151,7 +151,7 @@ def user_names(module):
         core=context_core,
         three_heads=Names(config=three_heads, embed=None, blocks={}, head=None),
     )
-    names["linear"].used = lambda: (names["linear"].weight, None)  # as ColumnParallelLinear's
+    names["linear"].weight_and_bias = lambda: (names["linear"].weight, None)
     if module.__name__ == "pipeline":
         names["good"] = module.Schedule(module.one_f_one_b(r, 2, 2) for r in range(2))
     return vars(foreign) | vars(uses) | globals() | vars(module) | locals() | names
