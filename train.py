@@ -29,7 +29,6 @@ layout gives the same loss curve, to rounding. The first steps are compared with
     python train.py --tp 2 --out runs/a --resume          without torchrun it starts its processes
 """
 
-import contextlib
 import functools
 import math
 
@@ -50,17 +49,16 @@ import pipeline
 import proof
 import receipts.muon
 import receipts.pipeline
-import receipts.train
 import sequence_parallel
 import tensor_parallel
 import zero
-import zero_bubble
-from harness import documents, initialize, zero_flags
+from harness import initialize, zero_flags
 from simulator import command
 from trainer import islands, layout, pretrained, recording, sampling, saving, tracking, validation
 from trainer.faults import first_nonfinite, skip_where
 from trainer.large_vocabulary import lean_head
-from trainer.layout import cp_shape, open_groups, prepare
+from trainer.layout import cp_shape, open_groups, prepare, schedule_of
+from trainer.runner import Runner
 
 # Each adds its own flags. command: --dry-run and --plan; recording: --record
 PARTS = [layout, validation, saving, sampling, tracking, recording, pretrained, command, islands]
@@ -138,7 +136,7 @@ def mesh(args, schedule, config):
 def build(run, schedule, groups, turns):
     """This rank's stages of the model, cut on the meta device: no memory, no weights yet.
 
-    turns: what lets a forward and a backward alternate (dualpipe.py)."""
+    turns: lets a forward run beside a backward (dualpipe.py), one at a time."""
     args, tp, cp = run.args, groups["tp"], groups["cp"]
     stages = schedule.stages(dist.get_rank(groups["pp"]))
     layers = receipts.pipeline.stage_layers(run.config, schedule.last + 1)
@@ -150,14 +148,13 @@ def build(run, schedule, groups, turns):
         elif args.tp > 1:
             tensor_parallel.parallelize_tensors(part, tp, groups.get("kv"))
         else:
-            # The loss in pieces: a large vocabulary takes little memory
-            lean_head(part, args.compile)
+            lean_head(part, args.compile)  # the loss in pieces, for large vocabularies
         if args.cp > 1:
             grid = dict(ring_group=groups.get("ring"), ulysses_group=groups.get("ulysses"))
             context_parallel.parallelize_context(part, cp, args.cp_kind, **grid)
         if args.ep > 1:
-            options = dict(chunks=args.expert_chunks, data_group=groups["copies"])
-            options["before_wait"] = turns.turn
+            options = dict(data_group=groups["copies"], before_wait=turns.turn)
+            options["chunks"] = args.expert_chunks
             expert_parallel.parallelize_experts(part, groups["ep"], **options)
         harness.recompute(part, args.recompute)
         if args.compile:
@@ -169,7 +166,7 @@ def data_parallel(run, model, groups):
     """Fill the model with weights. Returns one object that sums the gradients over the replicas and
     takes the step: Muon, DDP with an optimizer of torch's, ZeRO or FSDP. All of them have
 
-        zero_grad()                starts a step; its backward passes follow
+        zero_grad()                starts a step. In its backward passes, sums begin
         finish()                   waits until the gradients are summed
         grad_norm(pipeline_group)  of the whole model's gradient, the same on all ranks
         clip(norm, limit)          scales the gradients
@@ -179,40 +176,40 @@ def data_parallel(run, model, groups):
     args, dp = run.args, groups["dp"]
     # Weights from a Hugging Face folder, or drawn from --seed
     draw = pretrained.Folder(args.init_from, run.config).draw if args.init_from else initialize.draw
-    buckets = dict(microbatches=args.microbatches, bucket_bytes=int(args.bucket_mb * 2**20))
-    # The pipeline's backward passes of different stages alternate: they must be told apart
-    pipeline_stages = {int(stage): part for stage, part in model.parts.items()}
+    # In a pipeline the backward passes of a rank's stages alternate: they must be told apart
+    stages = {int(stage): part for stage, part in model.parts.items()}
 
     if args.optimizer == "muon":
         run.fill(model, draw)
         # The one process of --prove takes its steps with this one
         run.make_optimizer = receipts.muon.one_process(muon.PlainMuon)
-        options = dict(lr=args.lr, weight_decay=args.weight_decay)
-        options |= dict(microbatches=args.microbatches, pipeline_stages=pipeline_stages)
-        return muon.Muon(model, dp, receipts.muon.matrices_of(model), **options)
+        matrices = receipts.muon.matrices_of(model)
+        return muon.Muon(model, dp, matrices, args.lr, args.weight_decay, args.microbatches, stages)
 
     # ZeRO keeps masters, the weights in --dtype: mixed precision takes it, even at stage 0
     one_dtype = args.dtype == args.param_dtype == args.reduce_dtype
     if args.zero == 0 and one_dtype and not args.offload:
         run.fill(model, draw)
         all_reduce = functools.partial(harness.all_reduce, async_op=True)
+        bucket_bytes = int(args.bucket_mb * 2**20)
         # uses(): a matrix that two stages of this rank share is listed twice, like its gradients
-        sync = ddp.DDP(model.uses(), dp, all_reduce=all_reduce, **buckets)
+        sync = ddp.DDP(model.uses(), dp, args.microbatches, bucket_bytes, all_reduce=all_reduce)
         return DDPAndOptimizer(sync, harness.make_optimizer(model.parameters(), args))
 
     options = dict(
         make_optimizer=functools.partial(harness.make_optimizer, args=args),
         microbatches=args.microbatches,
-        pipeline_stages=pipeline_stages,
+        pipeline_stages=stages,
         hsdp=zero_flags.hsdp(groups),
         **zero_flags.options(run, model, args.zero, draw),
     )
     if args.zero == 3:
         return fsdp.FSDP(model, dp, **options)
     sharded = zero.ZeRO(model, dp, args.zero, **options)
-    if args.islands == 1:  # islands write averages to the weights between two steps
-        # A unit reads no weights but its own: it can wait for them when its forward begins
-        units = [unit for part in pipeline_stages.values() for unit in fsdp.default_units(part)]
+    # A unit of the model reads only its own weights: their gather may end when its forward begins.
+    # Not with islands, which write averages to the weights between two steps
+    if args.islands == 1:
+        units = [unit for part in stages.values() for unit in fsdp.default_units(part)]
         zero.wait_in_forward(sharded, units)
     return sharded
 
@@ -234,96 +231,24 @@ class DDPAndOptimizer:
         harness.clip(self.parameters, norm, limit)
 
 
-# --- forward and backward
-
-
-class ForwardBackward:
-    """Runs micro-batches through this rank's stages: those of a step, a validation or a sample.
-
-    run: the flags, device, data and log of this process. optimizer: of `data_parallel`.
-    turns: of `build`."""
-
-    def __init__(self, run, schedule, groups, model, turns, optimizer):
-        self.run, self.schedule, self.groups, self.model = run, schedule, groups, model
-        self.turns, self.optimizer = turns, optimizer
-        # Which part of the batches is this rank's: islands have batches of their own
-        island = run.rank // (run.world // run.args.islands)
-        self.replica = island * run.args.dp + dist.get_rank(groups["dp"]) // run.args.cp
-        # Made once: a copy to the device makes the host wait
-        self.positions = self.positions_of(run.config.context)
-        self.expert_rows = receipts.train.ExpertRows(run, model, turns)
-
-    def batches(self, step, **options):
-        """This replica's micro-batches of a step: (tokens, targets, samples) of whole sequences."""
-        return self.run.microbatches(step, self.replica, self.run.args.dp, **options)
-
-    def forward_backward(self, batches):
-        """Forward and backward of a step: leaves complete gradients, and returns this rank's part
-        of the loss."""
-        self.optimizer.zero_grad()
-        with self.expert_rows:  # counts for the receipt
-            losses = self.run_pipeline(self.schedule, batches, self.run.target_count)
-        self.optimizer.finish()  # waits until gradients are summed over the replicas
-        return sum(losses, self.run.zero())  # only the last stage has losses
-
-    def forward_only(self, batches, target_count):
-        schedule = pipeline.forward_only(self.schedule, len(batches))
-        return self.run_pipeline(schedule, batches, target_count)
-
-    def run_pipeline(self, schedule, batches, target_count):
-        """Run the batches through all stages. Returns for each, on the last stage's rank, a loss,
-        or logits (b, T, V) without targets; [] elsewhere. target_count: what divides the sum of the
-        losses."""
-        run, args = self.run, self.run.args
-        rows, length = batches[0][0].shape
-        starts = [documents.starts_of(tokens, args) for tokens, _, _ in batches]
-        held = [self.positions] * len(batches)
-        if args.documents or length != run.config.context:  # dealt out by documents; a sample's
-            held = [self.positions_of(length, of_batch) for of_batch in starts]
-
-        def forward(stage, m, x):
-            tokens, targets, samples = batches[m]
-            positions = held[m]
-            position_ids = positions.clamp(max=length - 1)  # padding must have some position
-            if x is None:  # the first stage: this rank's part of each sequence
-                x = context_parallel.shard_sequence(tokens, positions)
-            if targets is not None:
-                targets = context_parallel.shard_sequence(targets, positions, gpt.IGNORE)
-            return self.model[stage](x, position_ids, targets, target_count, samples, starts[m])
-
-        # Shape and dtype of a message between stages
-        tokens_held = len(held[0]) // args.tp if args.sp else len(held[0])
-        shape, dtype = (rows, tokens_held, run.config.width), harness.DTYPES[args.param_dtype]
-        links = self.groups["down"] + self.groups["up"]
-        make = pipeline.Pipeline
-        if isinstance(schedule, dualpipe.PairedSchedule):
-            make = functools.partial(dualpipe.DualPipe, turns=self.turns)
-        return make(schedule, forward, shape, dtype, run.device, links, around=self.around).run()
-
-    def positions_of(self, length, starts=None):
-        """The positions (T/cp,) that this rank holds of a sequence, padding at the end. starts: of
-        its documents, if they are kept apart."""
-        rank = dist.get_rank(self.groups["cp"])
-        return layout.positions(self.run.args, length, rank, starts).to(self.run.device)
-
-    @contextlib.contextmanager
-    def around(self, action):
-        """Around an action of the pipeline: a dry run times it, ZeRO must know its stage."""
-        scope = getattr(self.optimizer, "around", contextlib.nullcontext)
-        with self.run.watch(action), scope(action):
-            yield
-
-
 # --- training
+
+
+def forward_backward(runner, batches):
+    """Forward and backward of a step on this rank. Leaves the gradients of the whole batch, and
+    returns this rank's part of the loss: of its own tokens, if it has the last stage."""
+    runner.optimizer.zero_grad()
+    with runner.expert_rows:  # counts for the receipt
+        losses = runner.run_pipeline(runner.schedule, batches, runner.run.target_count)
+    runner.optimizer.finish()  # sums over replicas began in backward
+    return sum(losses, runner.run.zero())
 
 
 def train(run, schedule=None):
     """Train on this rank, and return the exit code. A dry run passes a schedule of its own."""
     args = run.args
     if schedule is None:
-        schedule = zero_bubble.find_schedule(args.schedule, args.pp, args.microbatches, args.chunks)
-        if args.schedule == "dualpipev" and args.zero < 3:  # FSDP looks one unit ahead, not two
-            schedule = dualpipe.PairedSchedule(schedule.rows)
+        schedule = schedule_of(args)
 
     # What trains: the groups, this rank's part of the model, the optimizer over its replicas
     groups = mesh(args, schedule, run.config)
@@ -333,7 +258,7 @@ def train(run, schedule=None):
     turns = dualpipe.Turns()
     model = build(run, schedule, groups, turns)
     optimizer = data_parallel(run, model, groups)
-    runner = ForwardBackward(run, schedule, groups, model, turns, optimizer)
+    runner = Runner(run, schedule, groups, model, turns, optimizer)
     dp, tp, pp, island = (groups.get(name) for name in ("dp", "tp", "pp", "island"))
 
     # What goes with it. Each does nothing unless its flags ask for it
@@ -354,10 +279,8 @@ def train(run, schedule=None):
         recording.recorded(runner, full_weights, first) as record,
     ):
         for step in steps:
-            # Forward and backward. Meanwhile the optimizer sums gradients over the replicas
             batches = runner.batches(step)
-            loss = runner.forward_backward(batches)
-            # A rank has the loss of its own tokens, if it has the last stage
+            loss = forward_backward(runner, batches)
             harness.sum_over([dp, pp], loss)
             # The norm of the whole model's gradient, the same on all ranks: all of them clip alike
             norm = optimizer.grad_norm(pipeline_group=pp)
@@ -368,10 +291,11 @@ def train(run, schedule=None):
             skip_where(run.start_check(loss, norm, full_weights), optimizer)
             optimizer.clip(norm, args.grad_clip)
             optimizer.step()
-            # All ranks decide alike. `rerun` repeats forward and backward, with the same weights,
-            # to name the gradient that is not finite
-            rerun = functools.partial(first_nonfinite, model, runner.forward_backward, batches)
-            taken = run.end_check(blame=rerun, group=island)
+            # All ranks decide alike. To name the gradient that is not finite, forward and backward
+            # run again, with the same weights
+            rerun = functools.partial(forward_backward, runner, batches)
+            blame = functools.partial(first_nonfinite, model, rerun)
+            taken = run.end_check(blame, group=island)
             if taken:
                 run.log(loss, norm, tracking.mfu(run))
             gpt.rebalance(model, sum_load, taken)  # moves routers' biases towards an even load
@@ -389,8 +313,7 @@ def train(run, schedule=None):
     sampling.show(runner)
     code = 0
     if first < args.steps:  # without a step there is no receipt
-        predicted = receipts.train.of_run(runner, context_parallel.used_keys)
-        code = run.receipt(*averaging.expected(*predicted))
+        code = run.receipt(*averaging.expected(*runner.expected()))
     pretrained.export(run, model, optimizer, island)
     return code
 

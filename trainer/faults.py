@@ -13,10 +13,10 @@ def skip_where(found_inf, optimizer):
         each.found_inf = found_inf.to(first.device)  # torch's fused optimizers look at it
 
 
-def first_nonfinite(model, step, batches):
+def first_nonfinite(model, rerun):
     """The first of this rank's parameters, in the order of backward, whose gradient is not finite
-    before it is added to other ranks' gradients. step(batches) runs the step's forward and backward
-    again. Returns (name or None, where it is)."""
+    before it is added to other ranks' gradients. rerun() repeats the step's forward and backward.
+    Returns (name or None, where it is)."""
     found, handles = [], []
 
     def look(name, stage, gradient):
@@ -27,7 +27,7 @@ def first_nonfinite(model, step, batches):
         for name, p in part.named_parameters():
             if p.requires_grad:
                 handles.append(p.register_hook(functools.partial(look, name, stage)))
-    step(batches)
+    rerun()
     for handle in handles:
         handle.remove()
     return found[0] if found else (None, "")

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import context_parallel
+import dualpipe
 import harness
 import tensor_parallel
 import zero_bubble
@@ -193,6 +194,13 @@ def check_needed(args):
             if getattr(args, name) not in (None, False) and not is_there:
                 flag = f"--{name.replace('_', '-')}"
                 raise Refused(f"{flag} means nothing without {what}: add that, or leave it out")
+
+
+def schedule_of(args):
+    """The pipeline's schedule. FSDP can't run pairs: it looks one unit ahead, not two."""
+    schedule = zero_bubble.find_schedule(args.schedule, args.pp, args.microbatches, args.chunks)
+    pairs = args.schedule == "dualpipev" and args.zero < 3
+    return dualpipe.PairedSchedule(schedule.rows) if pairs else schedule
 
 
 def open_groups(groups, device):
