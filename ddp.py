@@ -59,23 +59,22 @@ def sum_gradients(parameters, group):
 
 
 class Bucket:
-    """One flat buffer for the gradients of several parameters of one dtype and device: each p.grad
-    is a view of it. Autograd adds in place to a p.grad that exists, so nothing is copied."""
+    """One flat buffer for the gradients of several parameters: each p.grad is a view of it.
+    Autograd adds in place to a p.grad that exists, so nothing is copied."""
 
     def __init__(self, parameters, groups, grads_per_step):
-        self.group, *self.further_groups = groups  # sum over one, then over the others, if any
-        self.grads_per_step = grads_per_step
+        self.group, *self.further_groups = groups  # mostly one: see groups_of
+        self.grads_per_step = grads_per_step  # each backward pass adds one per parameter
         sizes = [p.numel() for p in parameters]
-        self.parameters = parameters
         self.flat = parameters[0].new_zeros(sum(sizes))
         for p, piece in zip(parameters, self.flat.split(sizes)):
             p.grad = piece.view_as(p)
 
 
 def group_parameters(parameters, bucket_bytes, kind_of):
-    """Lists of parameters of one kind, at most bucket_bytes each (a larger parameter gets its own),
-    from the last parameter to the first: backward begins with the last layers. Lists of several
-    kinds interleave: they are sorted by their last member, which completes them."""
+    """Lists of parameters, one list per bucket. All members of a list are of one kind, and have at
+    most bucket_bytes together (a larger parameter is alone). Backward reaches the last parameter
+    first: the lists are in the order in which it fills them."""
     order = {p: i for i, p in enumerate(reversed(list(parameters)))}
     lists, newest = [], {}  # newest: {kind: its last list}
     for p in order:
@@ -98,16 +97,18 @@ class DDP:
         sync.zero_grad()            # in place of the optimizer's, which would replace p.grad
         sync.finish()               # in place of sum_gradients(...)
 
-    `microbatches` is the number of backward passes per step: a bucket counts as full only after
-    the last of them. overlap=False reduces all buckets in finish(). all_reduce(tensor, group=...)
-    takes the place of torch's: it returns a handle with wait(), or None if the sum is complete. A
-    parameter without a gradient gets zeros, so weight decay moves it. After an exception all ranks
-    call zero_grad(give_up=True) and start the step again."""
+    microbatches  the backward passes of a step: a bucket is full after the last of them
+    overlap       False: nothing is sent before finish()
+    all_reduce    in place of torch's: all_reduce(tensor, group=...) returns a handle with wait(),
+                  or None if the sum is complete
+
+    A parameter without a gradient gets zeros, so weight decay moves it. After an exception all
+    ranks call zero_grad(give_up=True) and start the step again."""
 
     def __init__(
         self, parameters, group, microbatches=1, bucket_bytes=25e6, overlap=True, all_reduce=None
     ):
-        # A parameter listed twice (a tied matrix in a pipeline) gets two gradients
+        # How often each is listed: a tied matrix in a pipeline twice, as it gets two gradients
         listed = Counter(parameters)
         trained = [p for p in listed if p.requires_grad]
         if not trained:
@@ -115,7 +116,7 @@ class DDP:
         self.parameters, self.microbatches, self.overlap = list(listed), microbatches, overlap
         self.all_reduce = all_reduce or functools.partial(dist.all_reduce, async_op=True)
 
-        def kind_of(p):  # all parameters of a bucket are of one kind
+        def kind_of(p):
             return p.dtype, p.device, groups_of(p, group)
 
         self.buckets = []
@@ -134,13 +135,13 @@ class DDP:
         check_gradient(self, bucket)
         bucket.grads_left -= 1
         if self.overlap:
-            self._start_full_buckets()
+            self._start_buckets(only_full=True)
 
-    def _start_full_buckets(self, rest=False):
+    def _start_buckets(self, only_full):
         # All ranks start the buckets in one order, or all-reduces would add up the wrong buckets,
         # silently. So a bucket that is full early waits for those before it.
         for bucket in self.buckets[len(self.works) :]:
-            if bucket.grads_left > 0 and not rest:
+            if only_full and bucket.grads_left > 0:
                 break
             self.works.append(self.all_reduce(bucket.flat, group=bucket.group))
 
@@ -155,7 +156,7 @@ class DDP:
 
     def _reduce_rest(self):
         """Start what backward has not started, and wait for all."""
-        self._start_full_buckets(rest=True)
+        self._start_buckets(only_full=False)
         for work in self.works:
             if work is not None:
                 work.wait()
@@ -176,9 +177,9 @@ class DDP:
 
 
 def groups_of(p, group):
-    """The groups over which p.grad is summed: `group`, and mostly no other. Another kind of
-    parallelism may set p.placement. Its "data" takes the place of `group`: the ranks with copies
-    of p. Its "partial" are further groups, on whose ranks p.grad is a part of the sum."""
+    """The groups over which p.grad is summed, one after the other: `group` alone, unless another
+    kind of parallelism has set p.placement. Its "data", the ranks with copies of p, takes the place
+    of `group`. Its "partial" are further groups, on whose ranks p.grad is a part of the sum."""
     placement = getattr(p, "placement", {})
     return (placement.get("data") or group, *placement.get("partial", ()))
 
@@ -187,7 +188,8 @@ def groups_of(p, group):
 
 
 def record_call(sync, call, not_after):
-    """Refuse a call that may not follow the last one, and a p.grad that is not in a bucket."""
+    """Remember this call. Refuse it if it may not follow the last one, or if a p.grad is not the
+    view of its bucket any more."""
     if sync.last_call in not_after:
         raise RuntimeError(
             f"{call} after {sync.last_call}: a step is zero_grad(), the backward passes, finish(), "
@@ -220,8 +222,9 @@ def check_gradient(sync, bucket):
 
 
 def join_after_exception(sync):
-    """Other ranks may have started any bucket in backward (with overlap=False none). This one joins
-    the rest with NaN: a rank that doesn't give the step up can't train on incomplete sums."""
+    """Other ranks may have started more buckets in backward (with overlap=False none), and wait for
+    this rank. It joins them with NaN: a rank that goes on would see that the sums are incomplete.
+    """
     if sync.overlap:
         for bucket in sync.buckets[len(sync.works) :]:
             bucket.flat.fill_(torch.nan)

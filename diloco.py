@@ -5,21 +5,21 @@
     island 2   step step ... step --+   one outer step   +-- step step ... step --+
                    H steps, nothing sent                       all start equal
 
-Each island trains on its own data with its own optimizer, such as AdamW. After H steps its outer
-gradient is old weights - new weights. The islands average theirs, and an outer optimizer, SGD with
-Nesterov momentum, takes one step from the old weights.
+Each island trains on its own data with its own optimizer, such as AdamW. After H steps it computes
+its outer gradient: old weights - new weights. The islands average their outer gradients, and an
+outer optimizer, SGD with Nesterov momentum, takes one step from the old weights.
 
 Backward  The outer gradient is no derivative: it points back along the path. With H = 1 and inner
           SGD it is the learning rate times the gradient, so an outer rate of 1 without momentum is
           data parallelism. For other H the training differs by design.
-Sent      Each island sends P b / 8 bytes to each of N-1 others every H steps, with P parameters of
-          b bits (class DiLoCo): in float32 N / (2 H) of what ddp.py sends. To send less:
+Sent      Every H steps each island sends its outer gradient, P b / 8 bytes with P parameters of b
+          bits, to each of the N-1 others: in float32 N / (2 H) of what ddp.py sends. To send less:
 
           --stream N        N parts of the model take turns: the largest message falls by N
           --stream-delay D  a message travels while D more inner steps run; the outer weights are
                             then mixed half and half with the island's own
           --outer-bits B    16: bfloat16; 8, 4: integers, in blocks with a scale. What rounding
-                            leaves out joins the next message
+                            leaves out is added to the next message
 Limits    An island also holds old weights, outer momentum, with --outer-bits the rounding error,
           and while it averages, N messages. Neither buffers nor the inner optimizers' states are
           averaged. On fast links ddp.py is better (docs/learn/diloco.md).
@@ -38,7 +38,7 @@ import torch.nn as nn
 
 
 def outer_step(parameters, old, outer, group):
-    """One step of the outer optimizer on the mean movement of the islands of `group`.
+    """Average how far the islands of `group` have moved, and take one step of the outer optimizer.
 
         old = [p.detach().clone() for p in model.parameters()]   # equal on all islands
         outer = torch.optim.SGD(old, lr=0.7, momentum=0.9, nesterov=True)
@@ -49,9 +49,9 @@ def outer_step(parameters, old, outer, group):
             if step % every == 0:
                 outer_step(model.parameters(), old, outer, group)
 
-    Not checked: that the islands start equal, and count their steps alike. DiLoCo checks both. It
-    gathers the islands' messages and adds them up itself, because a sum can't travel in 4 bits;
-    also in full precision, so that all add in one order, and the headers can be compared."""
+    Not checked: that the islands start equal, and count their steps alike. The class DiLoCo, below,
+    checks both. It gathers all islands' messages in the place of the all-reduce, because numbers of
+    4 bits can't be added up on their way."""
     pairs = list(zip(old, parameters))
     for old_p, p in pairs:
         old_p.grad = old_p - p.detach()
@@ -76,10 +76,12 @@ class DiLoCo:
             diloco.step()                            # after each step of the optimizer
         diloco.finish()                              # at the end, and all islands are equal
 
-    model: a module, or parameters. group: the islands, which start with equal weights. parts,
-    delay, bits: the top's --stream, --stream-delay, --outer-bits. An island that leaves out an
-    optimizer.step() calls step() as well. An island may be trained by any other technique:
-    docs/use/two-techniques.md."""
+    model  a module, or parameters. All islands start with equal weights
+    group  one rank of each island. Within it, an island may be trained by any other technique:
+           docs/use/two-techniques.md
+    parts, delay, bits    --stream, --stream-delay and --outer-bits of the top
+
+    An island that leaves out an optimizer.step() calls step() as well."""
 
     def __init__(
         self, model, group, every, outer_lr=0.7, outer_momentum=0.9, parts=1, delay=0, bits=None
@@ -91,8 +93,7 @@ class DiLoCo:
         check_diloco_arguments(self)
         self.parts = []
         for i, members in enumerate(consecutive(self.parameters, parts)):
-            part = Part(members, i * every // parts, outer_lr, outer_momentum, bits)
-            self.parts.append(part)
+            self.parts.append(Part(members, i * every // parts, outer_lr, outer_momentum, bits))
 
     @torch.no_grad()
     def step(self):
@@ -110,12 +111,12 @@ class DiLoCo:
         return bool(due)
 
     def exchange(self, message):
-        """Send a message, bytes, to all islands. Returns a function that waits for theirs, in the
-        same order on all islands. A subclass may do it otherwise."""
+        """Send a message, bytes, to all islands. Returns a function that waits for all messages, in
+        the same order on all islands. Replace it in a subclass to send by other means."""
         received = [torch.empty_like(message) for _ in range(dist.get_world_size(self.group))]
         work = dist.all_gather(received, message, group=self.group, async_op=True)
 
-        def receive(message=message):  # as a default it keeps its memory until it is sent
+        def receive(message=message):  # a default: keeps the message's memory until it is sent
             work.wait()
             return received
 
@@ -123,11 +124,10 @@ class DiLoCo:
 
     def _send(self, part):
         outer_gradient = part.movement()
-        if self.bits is None:
-            body = encode(outer_gradient, None)
-        else:  # what this message leaves out goes along with the next
+        if self.bits is not None:
             outer_gradient += part.rounding_error
-            body = encode(outer_gradient, self.bits)
+        body = encode(outer_gradient, self.bits)
+        if self.bits is not None:  # what this message leaves out goes along with the next
             sent = decode(body, self.bits, part.old.dtype, len(part.old))
             part.rounding_error = outer_gradient - sent.to(outer_gradient)
         part.receive = self.exchange(torch.cat([header(self.steps, part.old), body]))
@@ -249,9 +249,8 @@ def decode(message, bits, dtype, length):
 
 def header(steps, weights):
     """Two integers that must be equal on all islands: steps, and a sum of the weights' bits."""
-    integers = weights.view(torch.int32 if weights.itemsize == 4 else torch.int64)
-    pair = weights.new_tensor(steps, dtype=torch.int64), integers.sum()
-    return torch.stack(pair).view(torch.uint8)
+    checksum = weights.view(torch.int32).sum()  # in int64
+    return torch.stack([checksum.new_tensor(steps), checksum]).view(torch.uint8)
 
 
 # --- mistakes that would be silent: refused

@@ -8,9 +8,10 @@
 Synchronous   The server adds up the gradients of all ranks and takes one step. This is the same run
               as on one process. All ranks wait for the slowest.
 Asynchronous  The server takes a step with each gradient, as soon as it comes. A gradient's
-              staleness is the number of steps between its worker's pull and its push. A stale
-              gradient is that of older weights, so this is another run than on one process, and
-              another one each time. A worker waits to pull while a bound could be exceeded.
+              staleness is the number of steps between its worker's pull and its push: it is a
+              gradient of weights that are so many steps old. So this is another run than on one
+              process, and another one each time. To keep staleness within a bound, the server lets
+              a worker wait for its weights.
 Sent          A worker pushes P e bytes of gradients and pulls as many of weights, with P parameters
               of e bytes. The server sends (N-1) P e per step to the other N-1 ranks, or P e if
               asynchronous. If every rank served 1/N of the weights, this would be ZeRO stage 1.
@@ -34,7 +35,7 @@ import torch.distributed as dist
 
 
 def push(parameters, group):
-    """Add up the gradients of all ranks on rank 0. The other ranks' p.grad become None.
+    """Add up the gradients of all ranks on rank 0. On the others p.grad becomes None.
 
         for micro_batches, target_count in batches:      # the number of targets of all ranks
             pull(parameters, group)                      # the server's weights, on all ranks
@@ -48,7 +49,7 @@ def push(parameters, group):
 
     Not checked: the order of these lines. After step() only the server's weights are new: after the
     last one call pull() once more."""
-    parameters = trained(parameters)
+    parameters = [p for p in parameters if p.requires_grad]
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     message = flatten(gradients)
     if dist.get_rank(group) > 0:
@@ -66,7 +67,7 @@ def push(parameters, group):
 @torch.no_grad()
 def pull(parameters, group):
     """Copy the server's weights to all ranks. Frozen parameters must be equal already."""
-    parameters = trained(parameters)
+    parameters = [p for p in parameters if p.requires_grad]
     weights = flatten(parameters)  # on workers only a buffer
     if dist.get_rank(group) > 0:
         dist.recv(weights, group=group, group_src=0)
@@ -77,12 +78,8 @@ def pull(parameters, group):
         dist.send(weights, group=group, group_dst=worker)
 
 
-def trained(parameters):
-    return [p for p in parameters if p.requires_grad]
-
-
 def flatten(tensors):
-    return torch.cat([t.detach().flatten() for t in tensors])  # of one dtype
+    return torch.cat([t.detach().flatten() for t in tensors])
 
 
 def unflatten(message, parameters):
@@ -112,30 +109,28 @@ def serve(parameters, group, steps, bound):
                     loss.backward()
                 push(parameters, group)
 
-    steps: how many gradients in all. Worker w gets every (N-1)-th, so the server knows when it is
-    done. bound: the largest staleness of a gradient."""
-    parameters = trained(parameters)
+    steps: how many gradients in all. The workers have equally many batches, or the first ones one
+    more. bound: the largest staleness of a gradient."""
+    parameters = [p for p in parameters if p.requires_grad]
     workers = range(1, dist.get_world_size(group))
     batches_left = Counter(workers[step % len(workers)] for step in range(steps))
     waiting = list(batches_left)  # workers that want weights
-    pulled_at, sends = {}, {}  # per computing worker: the step of its weights; their message
+    pulled_at, sends = {}, {}  # of workers that compute: the step of their weights; the message
     for step in range(steps):
         while waiting:
-            # The oldest gradient's staleness if one more worker starts, and all push before it does
+            # Suppose one more worker starts, and all push before the one with the oldest weights
             oldest = min(pulled_at.values(), default=step)
-            worst = step - oldest + len(pulled_at)
-            if worst > bound:
+            if step - oldest + len(pulled_at) > bound:
                 break
             worker = waiting.pop(0)
             pulled_at[worker] = step
-            weights = flatten(parameters)
-            sends[worker] = dist.isend(weights, group=group, group_dst=worker)
+            sends[worker] = dist.isend(flatten(parameters), group=group, group_dst=worker)
         gradients = flatten(parameters)  # a buffer
         worker = dist.get_group_rank(group, dist.recv(gradients, group=group))  # whoever is first
         sends.pop(worker).wait()
         staleness = step - pulled_at.pop(worker)
         set_gradients(parameters, gradients)
-        yield worker, staleness  # the caller steps; then new weights go out
+        yield worker, staleness  # the caller takes the step
         batches_left[worker] -= 1
         if batches_left[worker] > 0:
             waiting.append(worker)
@@ -185,7 +180,7 @@ def asynchronous(run, model, parameters, optimizer):
     group = dist.group.WORLD
     alone = dist.new_group([0])  # the server checks by itself
     gradients = serve(parameters, group, run.args.steps, run.args.staleness)
-    reference = receipt.Replay(run)  # one process that takes the same gradients
+    reference = receipt.Replay(run)  # one process takes the same gradients; its ledger counts
     for step in run.steps(optimizer, reference=reference):
         if run.rank == 0:
             loss = run.zero()
