@@ -72,9 +72,9 @@ class Bucket:
 
 
 def group_parameters(parameters, bucket_bytes, kind_of):
-    """Lists of parameters, one list per bucket. All members of a list are of one kind, and have at
-    most bucket_bytes together (a larger parameter is alone). Backward reaches the last parameter
-    first: the lists are in the order in which it fills them."""
+    """Lists of parameters of one kind, at most bucket_bytes each (a larger parameter gets its own),
+    from the last parameter to the first: backward begins with the last layers. Lists of several
+    kinds interleave: they are sorted by their last member, which completes them."""
     order = {p: i for i, p in enumerate(reversed(list(parameters)))}
     lists, newest = [], {}  # newest: {kind: its last list}
     for p in order:
@@ -99,8 +99,7 @@ class DDP:
 
     microbatches  the backward passes of a step: a bucket is full after the last of them
     overlap       False: nothing is sent before finish()
-    all_reduce    in place of torch's: all_reduce(tensor, group=...) returns a handle with wait(),
-                  or None if the sum is complete
+    all_reduce    in place of torch's. Returns a handle with wait(), or None if the sum is complete
 
     A parameter without a gradient gets zeros, so weight decay moves it. After an exception all
     ranks call zero_grad(give_up=True) and start the step again."""
@@ -116,11 +115,9 @@ class DDP:
         self.parameters, self.microbatches, self.overlap = list(listed), microbatches, overlap
         self.all_reduce = all_reduce or functools.partial(dist.all_reduce, async_op=True)
 
-        def kind_of(p):
-            return p.dtype, p.device, groups_of(p, group)
-
-        self.buckets = []
-        for members in group_parameters(trained, bucket_bytes, kind_of):
+        self.buckets = []  # of parameters of one kind each
+        kinds = {p: (p.dtype, p.device, groups_of(p, group)) for p in trained}
+        for members in group_parameters(trained, bucket_bytes, kinds.get):
             grads_per_step = microbatches * sum(listed[p] for p in members)
             bucket = Bucket(members, groups_of(members[0], group), grads_per_step)
             for p in members:
@@ -223,8 +220,7 @@ def check_gradient(sync, bucket):
 
 def join_after_exception(sync):
     """Other ranks may have started more buckets in backward (with overlap=False none), and wait for
-    this rank. It joins them with NaN: a rank that goes on would see that the sums are incomplete.
-    """
+    this one. It joins with NaN: a rank that doesn't give up can't train on incomplete sums."""
     if sync.overlap:
         for bucket in sync.buckets[len(sync.works) :]:
             bucket.flat.fill_(torch.nan)

@@ -76,12 +76,12 @@ class DiLoCo:
             diloco.step()                            # after each step of the optimizer
         diloco.finish()                              # at the end, and all islands are equal
 
-    model  a module, or parameters. All islands start with equal weights
-    group  one rank of each island. Within it, an island may be trained by any other technique:
-           docs/use/two-techniques.md
-    parts, delay, bits    --stream, --stream-delay and --outer-bits of the top
+    model   a module, or parameters. All islands start with equal weights
+    group   a rank of each island
+    parts, delay, bits   --stream, --stream-delay and --outer-bits of the top
 
-    An island that leaves out an optimizer.step() calls step() as well."""
+    An island that leaves out an optimizer.step() calls step() as well. It may be trained by any
+    other technique: docs/use/two-techniques.md."""
 
     def __init__(
         self, model, group, every, outer_lr=0.7, outer_momentum=0.9, parts=1, delay=0, bits=None

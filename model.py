@@ -9,8 +9,8 @@ GPT-2 (learned positions, LayerNorm, GELU, biases, one matrix for embedding and 
 (rotary positions, RMSNorm, SwiGLU, grouped-query attention, no biases) differ in fields of Config.
 With `experts` > 0 a mixture of experts takes the place of the MLP.
 
-The model knows nothing of parallelism. The techniques remove or replace its submodules, such as the
-identities `enter`, `leave` and `sum_over_sequence`, which stand where a cut layer needs a message.
+The model knows nothing of parallelism. The techniques remove or replace its submodules. `enter`,
+`leave` and `sum_over_sequence` are identities here: a layer that is cut sends a message there.
 
     model = GPT(Config(layers=2))
     tokens = torch.randint(model.config.vocab, (4, 129))
@@ -22,7 +22,6 @@ arXiv:2401.04088 (Mixtral). Each part below names its own paper.
 
 import operator
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from itertools import pairwise
 from typing import Literal, get_args
 
@@ -56,14 +55,14 @@ class Config:
     norm_eps: float = 1e-5
     experts: int = 0  # 0: a plain MLP in every block
     top_k: int = 2  # experts per token
-    shared: int = 0  # size, in experts, of an MLP that every token passes as well
+    shared: int = 0  # as wide as so many experts: an MLP that every token passes as well
     scores: Literal["softmax", "sigmoid"] = "softmax"  # of the logits; DeepSeek-V3: sigmoid
-    # The k weights sum to 1 (Mixtral). False: OLMoE, and Switch, where k = 1: a weight of always 1
-    # would give the router no gradient
+    # A token's k weights sum to 1 (Mixtral). Not with OLMoE; nor with k = 1 (Switch), where a
+    # weight that is always 1 would give the router no gradient
     renormalize: bool = True
-    balance_loss: float = 0.0  # factor of the router's balance loss
-    z_loss: float = 0.0  # factor of the router's z-loss
-    bias_rate: float = 0.0  # size of a step of the router's choice_bias
+    balance_loss: float = 0.0  # factors of two losses, and the size of a bias's steps: see Router
+    z_loss: float = 0.0
+    bias_rate: float = 0.0
 
     def __post_init__(self):
         check_config(self)
@@ -78,7 +77,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = config.width // config.heads  # D
         self.queries_per_kv = config.heads // config.kv_heads
-        self.enter = nn.Identity()  # replaced in a cut layer: sums x's gradient or gathers x
+        self.enter = nn.Identity()  # in a layer that is cut: sums x's gradient, or gathers x
         rows = (config.heads + 2 * config.kv_heads) * self.head_dim
         self.qkv = nn.Linear(config.width, rows, bias=config.bias is not False)
         self.qkv.weight.matrix_rows = self.head_dim  # each head is a matrix of its own: see muon.py
@@ -88,8 +87,7 @@ class Attention(nn.Module):
     def forward(self, x, rope=None, starts=None):
         return self.attend(self.qkv(self.enter(x)), rope, starts)
 
-    # apart: recomputation may keep qkv (harness/blocks.py)
-    def attend(self, qkv, rope, starts=None):
+    def attend(self, qkv, rope, starts=None):  # apart: recomputation keeps qkv (harness/blocks.py)
         groups = qkv.unflatten(-1, (-1, self.queries_per_kv + 2, self.head_dim))
         # q (B, T, H_kv, H/H_kv, D), k and v (B, T, H_kv, 1, D)
         q, k, v = groups.split((self.queries_per_kv, 1, 1), dim=-2)
@@ -102,12 +100,12 @@ class Attention(nn.Module):
 
 class AttentionCore(nn.Module):
     """softmax(q k^T / sqrt(D)) v, causal: q (B, H, T, D), k, v (B, H_kv, T, D) -> (B, H, T, D).
-    starts: see GPT.forward."""
+    starts: None, or where documents start (GPT.forward): attention stays within each."""
 
     def forward(self, q, k, v, starts=None):
-        grouped = q.shape[1] != k.shape[1]
-        kernel = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=grouped)
-        return kernel(q, k, v) if starts is None else attend_to_documents(kernel, q, k, v, starts)
+        if starts is not None:
+            return attend_to_documents(q, k, v, starts)
+        return causal_attention(q, k, v)
 
 
 class MLP(nn.Module):
@@ -135,8 +133,8 @@ class MLP(nn.Module):
 
 class Block(nn.Module):
     """One layer, x (B, T, C) -> (B, T, C): attention, then an MLP or a mixture of experts. Each
-    sees a norm of x, and its output is added to x. rope: None, or cos and sin, (1 or B, 1, T, D).
-    drop_key (B, T): see Dropout. target_count (for routers) and starts: see GPT.forward."""
+    sees a norm of x, and its output is added to x. rope: None, or a rotary_table. drop_key (B, T):
+    see Dropout. target_count (for routers) and starts: see GPT.forward."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -169,8 +167,7 @@ class GPT(nn.Module):
         if config.tied:
             self.head.out.weight = self.embed.token.weight
         for name, p in self.named_parameters():
-            mean, std = initial_distribution(name, config.layers)
-            p.init = mean, std
+            p.init = mean, std = initial_distribution(name, config.layers)
             if not p.is_meta:  # else harness/initialize.py fills it, once the model is cut
                 nn.init.normal_(p, mean, std)
 
@@ -187,11 +184,11 @@ class GPT(nn.Module):
         sample_ids    (B,), a globally unique id per row; turns dropout on
         starts        (B, T) on the host, the position at which each token's document starts:
                       attention stays within a document, and positions begin anew in it"""
-        c = self.config
+        config = self.config
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
         drop_key = None
-        if sample_ids is not None and c.dropout > 0:
+        if sample_ids is not None and config.dropout > 0:
             drop_key = hash32(sample_ids.unsqueeze(1) + hash64(positions))  # (B, T)
         if starts is not None:
             positions = positions - starts.to(x.device)[:, positions]  # (B, T)
@@ -200,10 +197,8 @@ class GPT(nn.Module):
         if target_count is None and targets is not None:
             target_count = (targets != IGNORE).sum()
         rope = None
-        if c.positions == "rope":
-            head_dim = c.width // c.heads
-            positions = positions.unsqueeze(-2)  # the same for all heads
-            rope = rotary_table(positions, head_dim, c.rope_theta, x.dtype, c.rope_scaling)
+        if config.positions == "rope":
+            rope = rotary_table(positions, config, x.dtype)
         for block in self.blocks.values():
             x = self.run_block(block, x, rope, drop_key, target_count, starts)
         if self.head is None:
@@ -266,13 +261,18 @@ class CrossEntropy(nn.Module):
 # --- small parts of a layer
 
 
-def attend_to_documents(kernel, q, k, v, starts):
-    """Attention within each document. A run of the causal kernel for each takes no mask, and
-    computes no pair in vain. FlashAttention (CUDA, 16 bits) takes all of them in one run."""
+def causal_attention(q, k, v):
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+
+
+def attend_to_documents(q, k, v, starts):
+    """Attention within each document. The causal kernel runs once per document, instead of once
+    with a mask that throws most pairs away. FlashAttention (CUDA, 16 bits) does all in one run."""
     # Padding after the last document is a document, too
     starts = F.pad(starts, (0, q.shape[2] - starts.shape[1]), value=starts.shape[1])  # (B, T)
     edges = (starts == torch.arange(q.shape[2])).flatten().nonzero().flatten().tolist()
-    edges.append(starts.numel())
+    edges.append(starts.numel())  # document i of the batch: its tokens edges[i] to edges[i + 1]
     lengths = [end - begin for begin, end in pairwise(edges)]
     if can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, True, q.shape != k.shape)):
         rows = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))  # (B T, H, D)
@@ -283,7 +283,7 @@ def attend_to_documents(kernel, q, k, v, starts):
         return y.unflatten(0, starts.shape).transpose(1, 2)
     rows = (t.transpose(0, 1).flatten(1, 2) for t in (q, k, v))  # (H, B T, D)
     documents = zip(*(t.unsqueeze(0).split(lengths, dim=2) for t in rows))
-    y = torch.cat([kernel(*document) for document in documents], dim=2)  # (1, H, B T, D)
+    y = torch.cat([causal_attention(*document) for document in documents], dim=2)  # (1, H, B T, D)
     return y.squeeze(0).unflatten(1, starts.shape).transpose(0, 1)
 
 
@@ -298,15 +298,17 @@ def activate(up, gate=None):
     return F.silu(gate) * up
 
 
-def rotary_table(positions, head_dim, theta, dtype, scaling=None):
-    """cos and sin of the angles of positions (..., T), (..., T, D) (Su et al. 2021, 2104.09864)."""
+def rotary_table(positions, config, dtype):
+    """cos and sin of the angles of positions (T,) or (B, T), for all heads: (1, T, D) or
+    (B, 1, T, D) each (Su et al. 2021, arXiv:2104.09864)."""
     # Angles in float32 whatever the model's dtype: published weights were trained so
+    head_dim = config.width // config.heads
     steps = torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim
-    frequencies = 1.0 / theta**steps  # (D/2,)
-    if scaling is not None:
-        frequencies = scaling(frequencies)
-    angles = positions.float().unsqueeze(-1) * frequencies  # (..., T, D/2)
-    angles = torch.cat((angles, angles), dim=-1)  # (..., T, D)
+    frequencies = 1.0 / config.rope_theta**steps  # (D/2,)
+    if config.rope_scaling is not None:
+        frequencies = config.rope_scaling(frequencies)
+    angles = positions.float()[..., None, :, None] * frequencies  # (..., 1, T, D/2)
+    angles = torch.cat((angles, angles), dim=-1)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
@@ -337,31 +339,29 @@ class MoE(nn.Module):
             self.shared = MLP(replace(config, hidden=config.shared * config.hidden))
 
     def forward(self, x, target_count=None):
-        shared = None
+        shared = []  # the shared MLP's result, once the dispatch has called:
 
         def run_shared():
-            nonlocal shared
             if self.shared is not None:
-                shared = self.shared(x)
+                shared.append(self.shared(x))
 
         weights, chosen = self.router(x, target_count)
         # An `enter` that gathers tokens must gather their experts as well
         entered, weights, chosen = self.enter(x), self.enter(weights), self.enter(chosen)
         rows, weights, chosen = (t.flatten(0, 1) for t in (entered, weights, chosen))  # (B T, ...)
         y = self.dispatch(rows, weights, chosen, self.experts, meanwhile=run_shared)
-        y = self.leave(y.view_as(entered))
-        return y if shared is None else y + shared
+        return sum(shared, start=self.leave(y.view_as(entered)))
 
 
 class Router(nn.Linear):
     """Chooses experts: x (B, T, C) -> weights (B, T, k), the experts' numbers (B, T, k). Of equal
     scores the lower number wins. Three fields of the config keep the load even, or logits small:
 
-    balance_loss  E sum_e f_e P_e of each sequence, 1 for an even load (DeepSeek-V3). f_e is the
-                  share of assignments that go to expert e, P_e the mean score of e
-    z_loss        mean of logsumexp(logits)^2 (Zoph et al. 2022, arXiv:2202.08906)
-    bias_rate     `choice_bias` is added to the scores for the choice only. `rebalance` moves it
-                  up where `load`, the assignments, is low (Wang et al. 2024, arXiv:2408.15664)
+    balance_loss  factor of E sum_e f_e P_e, which is 1 for an even load. Of a sequence f_e is the
+                  share of assignments that go to expert e, P_e the mean score of e (DeepSeek-V3)
+    z_loss        factor of the mean of logsumexp(logits)^2 (Zoph et al. 2022, arXiv:2202.08906)
+    bias_rate     a step of `choice_bias`, which is added to the scores for the choice only: up
+                  where `load`, the assignments, is low (Wang et al. 2024, arXiv:2408.15664)
 
     The two losses affect gradients, not the reported loss. Like cross-entropy they are sums over
     tokens, divided by target_count, so those of a batch's pieces add up."""
@@ -388,7 +388,7 @@ class Router(nn.Linear):
         return weights.to(x.dtype), chosen
 
     def regulate(self, weights, chosen, scores, logits, target_count):
-        """The weights. Their backward also counts the load, and adds the losses' gradients."""
+        """Returns the weights. Their backward also counts the load and runs that of the losses."""
         c = self.config
         assigned = scores.new_zeros(len(scores), c.experts)  # (B, E)
         assigned.scatter_add_(1, chosen.flatten(1), torch.ones_like(weights).flatten(1))
@@ -412,7 +412,7 @@ class Router(nn.Linear):
         if c.scores == "sigmoid":
             scores = scores / scores.sum(-1, keepdim=True)
         tokens = assigned.new_full((len(scores), 1), scores.shape[1])
-        # One message for three sums, where a sequence is cut
+        # Three sums in one message, where a sequence is cut
         sums = self.sum_over_sequence(torch.cat((assigned, scores.sum(1), tokens), dim=1))
         assigned_sum, score_sum, token_sum = sums.split((c.experts, c.experts, 1), dim=1)
         # f = assigned / (k tokens), P = score_sum / tokens; tokens x E x f x P =
@@ -436,8 +436,8 @@ class AddLoss(torch.autograd.Function):
 
 class Dispatch(nn.Module):
     """Brings N tokens to their experts and back: x (N, C), weights and chosen (N, k) -> (N, C), the
-    sum of weight x expert(x). No token is dropped, nothing is padded. meanwhile() is work that
-    needs no expert: a dispatch between devices calls it while tokens travel."""
+    sum of weight x expert(x). No token is dropped, nothing is padded. meanwhile() is called once:
+    by a dispatch between devices while tokens travel."""
 
     def forward(self, x, weights, chosen, experts, meanwhile):
         meanwhile()
@@ -452,7 +452,7 @@ class Dispatch(nn.Module):
 
 
 class Experts(nn.Module):
-    """E MLPs without biases: R rows (R, C) sorted by expert, counts (E,) of them -> (R, C). A
+    """E MLPs without biases: rows (R, C) sorted by expert, how many each has (E,) -> (R, C). A
     projection is one parameter (E, out, in), so a slice of its first dimension is whole experts."""
 
     def __init__(self, config):
@@ -571,8 +571,8 @@ class Dropout(nn.Module):
 
 
 def hash32(x):
-    """The lower half of hash64, with the first step of MurmurHash3's finaliser: it can be taken
-    before two hashes are combined, because a xor of steps is the step of the xor."""
+    """The lower half of hash64, after the first step of MurmurHash3's finaliser. Dropout combines
+    two hashes by xor. This step may come before: the step of a xor is the xor of the steps."""
     h = hash64(x).to(torch.int32)
     return h ^ (h >> 16 & 0xFFFF)
 
