@@ -55,7 +55,7 @@ class Config:
     norm_eps: float = 1e-5
     experts: int = 0  # 0: a plain MLP in every block
     top_k: int = 2  # experts per token
-    shared: int = 0  # as wide as so many experts: an MLP that every token passes as well
+    shared: int = 0  # every token also passes an MLP that is as wide as so many experts
     scores: Literal["softmax", "sigmoid"] = "softmax"  # of the logits; DeepSeek-V3: sigmoid
     # A token's k weights sum to 1 (Mixtral). Not with OLMoE; nor with k = 1 (Switch), where a
     # weight that is always 1 would give the router no gradient
@@ -388,7 +388,7 @@ class Router(nn.Linear):
         return weights.to(x.dtype), chosen
 
     def regulate(self, weights, chosen, scores, logits, target_count):
-        """Returns the weights. Their backward also counts the load and runs that of the losses."""
+        """Returns the weights. Their backward also counts the load, and starts the losses' own."""
         c = self.config
         assigned = scores.new_zeros(len(scores), c.experts)  # (B, E)
         assigned.scatter_add_(1, chosen.flatten(1), torch.ones_like(weights).flatten(1))
@@ -437,7 +437,7 @@ class AddLoss(torch.autograd.Function):
 class Dispatch(nn.Module):
     """Brings N tokens to their experts and back: x (N, C), weights and chosen (N, k) -> (N, C), the
     sum of weight x expert(x). No token is dropped, nothing is padded. meanwhile() is called once:
-    by a dispatch between devices while tokens travel."""
+    by a dispatch between devices while tokens travel (expert_parallel.py)."""
 
     def forward(self, x, weights, chosen, experts, meanwhile):
         meanwhile()

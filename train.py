@@ -281,7 +281,7 @@ def train(run, schedule=None):
         for step in steps:
             batches = runner.batches(step)
             loss = forward_backward(runner, batches)
-            harness.sum_over([dp, pp], loss)
+            harness.sum_over([dp, pp], loss)  # of all tokens, on every rank
             # The norm of the whole model's gradient, the same on all ranks: all of them clip alike
             norm = optimizer.grad_norm(pipeline_group=pp)
             record(batches, loss, norm)
