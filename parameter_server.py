@@ -7,11 +7,10 @@
 
 Synchronous   The server adds up the gradients of all ranks and takes one step. This is the same run
               as on one process. All ranks wait for the slowest.
-Asynchronous  The server takes a step with each gradient, as soon as it comes. A gradient's
-              staleness is the number of steps between its worker's pull and its push: it is a
-              gradient of weights that are so many steps old. So this is another run than on one
-              process, and another one each time. To keep staleness within a bound, the server lets
-              a worker wait for its weights.
+Asynchronous  The server takes a step with each gradient, as soon as it comes. By then the weights
+              that the gradient is of may be some steps old: that number is its staleness. So this
+              is another run than on one process, and another one each time. To keep staleness
+              within a bound, the server lets a worker wait for its weights.
 Sent          A worker pushes P e bytes of gradients and pulls as many of weights, with P parameters
               of e bytes. The server sends (N-1) P e per step to the other N-1 ranks, or P e if
               asynchronous. If every rank served 1/N of the weights, this would be ZeRO stage 1.
