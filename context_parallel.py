@@ -129,9 +129,7 @@ class OnlineSoftmax:
         self.lse = torch.full(q.shape[:3], -math.inf, dtype=dtype, device=q.device)  # (B, H, T')
 
     def add(self, out, lse, tile):
-        """Add a tile of some of the queries.
-
-        Leave out a tile in which a query sees no key: its lse is -inf, and -inf - -inf is NaN."""
+        """Add a tile. Each query must see a key: else its lse is -inf, and -inf - -inf is NaN."""
         where = tile.rows, slice(None), tile.queries
         lse_so_far, lse = self.lse[where], lse.to(self.lse.dtype)
         total = torch.logaddexp(lse_so_far, lse)
@@ -249,29 +247,18 @@ class RingAttention(torch.autograd.Function):
 def deal_chunks(length, n, zigzag=True, multiple=1, starts=None):
     """(tokens of a chunk, [the numbers of a rank's chunks for each rank]) in a ring of n ranks: two
     chunks a rank in a zigzag, else one. multiple: pad chunks to a multiple of this, for ranks that
-    share a ring's tokens (Ulysses, below).
-
-    starts (B, T): where each token's document starts. Then a rank has eight chunks, dealt out by
-    the pairs of a query and a key that they compute: the heaviest first, to the rank with the
-    fewest pairs that has room. Of one document and two chunks a rank this makes the zigzag."""
+    share a ring's tokens (Ulysses, below). starts (B, T): where each token's document starts."""
     each = chunks_of_rank(zigzag, starts)
     size = math.ceil(length / (n * each * multiple)) * multiple
     if starts is None or not zigzag:
         return size, [[rank, 2 * n - 1 - rank][:each] for rank in range(n)]
-    pairs = (torch.arange(starts.shape[1]) + 1 - starts).sum(0)  # of each query, in all rows
-    pairs = nn.functional.pad(pairs, (0, n * each * size - len(pairs))).view(-1, size).sum(1)
-    held, load = [[] for _ in range(n)], [0] * n
-    for chunk in pairs.argsort(descending=True, stable=True).tolist():
-        rank = min((r for r in range(n) if len(held[r]) < each), key=load.__getitem__)
-        held[rank].append(chunk)
-        load[rank] += pairs[chunk].item()
-    return size, [sorted(chunks) for chunks in held]
+    return size, deal_by_work(n, each, size, starts)
 
 
 def chunks_of_rank(zigzag, starts=None):
     if not zigzag:
         return 1
-    return 2 if starts is None else 8
+    return 2 if starts is None else 8  # with documents: see deal_by_work
 
 
 def held_positions(length, rank, n, zigzag=True, multiple=1, starts=None):
@@ -333,7 +320,22 @@ def shard_sequence(x, held, fill=0):
     return x[:, held.clamp(max=x.shape[1] - 1)].masked_fill(padding, fill)
 
 
-# --- documents: keys go straight to the ranks that use them
+# --- documents: other chunks, and keys go straight to the ranks that use them
+
+
+def deal_by_work(n, each, size, starts):
+    """Each rank's chunks, as many as `each`. A chunk's work is its pairs of a query and a key. The
+    heaviest chunk is dealt out first, to the rank with the least work that has room. Of one
+    document and two chunks a rank this makes the zigzag."""
+    pairs = (torch.arange(starts.shape[1]) + 1 - starts).sum(0)  # of each query, in all rows
+    pairs = nn.functional.pad(pairs, (0, n * each * size - len(pairs)))
+    of_chunk = pairs.view(-1, size).sum(1)
+    held, load = [[] for _ in range(n)], [0] * n
+    for chunk in of_chunk.argsort(descending=True, stable=True).tolist():
+        rank = min((r for r in range(n) if len(held[r]) < each), key=load.__getitem__)
+        held[rank].append(chunk)
+        load[rank] += of_chunk[chunk].item()
+    return [sorted(chunks) for chunks in held]
 
 
 class DirectBuffer:
@@ -529,8 +531,7 @@ class Ulysses(GroupModule):
         self.core = core
 
     def positions(self, length, starts=None):
-        """The positions of a sequence that this rank must hold: a part of what its ring holds, or
-        of the sequence."""
+        """The positions that this rank must hold: a part of its ring's, or of the sequence's."""
         if not isinstance(self.core, Ring):
             return held_positions(length, self.rank, self.n, zigzag=False)
         return self.core.positions(length, self.n, starts).chunk(self.n)[self.rank]
@@ -706,10 +707,10 @@ def demo(run):
             if args.documents:  # dealt out anew
                 held = core.positions(context, starts=starts).to(run.device)
             receipts.context_parallel.check_routers(run, len(held))
-            clamped = held.clamp(max=context - 1)  # padding must have some position
             x, y = shard_sequence(tokens, held), shard_sequence(targets, held, -1)
             # The sum over this rank's tokens, divided by the global batch's number of targets
-            part = model(x, clamped, y, run.target_count, samples, starts)
+            positions = held.clamp(max=context - 1)  # padding must have some position
+            part = model(x, positions, y, run.target_count, samples, starts)
             part.backward()
             loss += part.detach()
         sync.finish()
