@@ -448,11 +448,9 @@ class Project(torch.autograd.Function):
         finish_sum = ctx.enter.start_sum(dx.view(*grads[0].shape[:-1], -1))
         full = finish_gather().flatten(0, -2)
         del finish_gather, dx  # frees the memory: both are of all tokens
-        of_weights, of_biases = [], []
         needed = ctx.needs_input_grad[3:]  # False for what is frozen, and where there is no bias
-        for dy, weight_needed, bias_needed in zip(dys, needed, needed[len(dys) :]):
-            of_weights.append(dy.T @ full if weight_needed else None)
-            of_biases.append(dy.sum(0) if bias_needed else None)
+        of_weights = [dy.T @ full if needs else None for dy, needs in zip(dys, needed)]
+        of_biases = [dy.sum(0) if needs else None for dy, needs in zip(dys, needed[len(dys) :])]
         return finish_sum(), None, None, *of_weights, *of_biases
 
 
