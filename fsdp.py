@@ -156,6 +156,7 @@ class FSDP(ZeRO):
             module.register_state_dict_pre_hook(check_state_dict)
 
     def make_bucket(self, parameters, place, **options):
+        """For ZeRO.__init__: of a unit's parameters, a tied matrix, or those without a unit."""
         bucket_class = UnitBucket if place.units else ShardedBucket
         bucket = bucket_class(parameters, place, self.stage, self.microbatches, **options)
         for unit in place.units:
@@ -168,7 +169,7 @@ class FSDP(ZeRO):
             self._enter(unit, unit.next)
 
     def _after_forward(self, unit, module, inputs, keyword_inputs, output):
-        if self.unit_in_backward is unit:
+        if self.unit_in_backward is unit:  # recomputed
             return
         tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
         check_output(module, output, tensors)
@@ -186,7 +187,7 @@ class FSDP(ZeRO):
 
     def _before_backward(self, unit, gradient):
         """The hook of each output: its gradient is there."""
-        if self.unit_in_backward is unit:
+        if self.unit_in_backward is unit:  # by another output
             return
         if self.unit_in_backward is None:  # free the last unit when backward is over
             torch.autograd.Variable._execution_engine.queue_callback(self.release_all)
