@@ -153,9 +153,8 @@ def build(run, schedule, groups, turns):
             grid = dict(ring_group=groups.get("ring"), ulysses_group=groups.get("ulysses"))
             context_parallel.parallelize_context(part, cp, args.cp_kind, **grid)
         if args.ep > 1:
-            options = dict(data_group=groups["copies"], before_wait=turns.turn)
-            options["chunks"] = args.expert_chunks
-            expert_parallel.parallelize_experts(part, groups["ep"], **options)
+            options = dict(chunks=args.expert_chunks, before_wait=turns.turn)
+            expert_parallel.parallelize_experts(part, groups["ep"], groups["copies"], **options)
         harness.recompute(part, args.recompute)
         if args.compile:
             harness.compile_blocks(part)
@@ -206,9 +205,8 @@ def data_parallel(run, model, groups):
     if args.zero == 3:
         return fsdp.FSDP(model, dp, **options)
     sharded = zero.ZeRO(model, dp, args.zero, **options)
-    # A unit of the model reads only its own weights: their gather may end when its forward begins.
-    # Not with islands, which write averages to the weights between two steps
-    if args.islands == 1:
+    if args.islands == 1:  # islands write averages to the weights between two steps
+        # A unit of the model reads only its own weights: it waits for them when its forward begins
         units = [unit for part in stages.values() for unit in fsdp.default_units(part)]
         zero.wait_in_forward(sharded, units)
     return sharded
