@@ -415,7 +415,7 @@ class Router(nn.Linear):
         # Three sums in one message, where a sequence is cut
         sums = self.sum_over_sequence(torch.cat((assigned, scores.sum(1), tokens), dim=1))
         assigned_sum, score_sum, token_sum = sums.split((c.experts, c.experts, 1), dim=1)
-        # f = assigned / (k tokens), P = score_sum / tokens; tokens x E x f x P =
+        # f = assigned / (k tokens) and P = score_sum / tokens: in tokens x f x P one `tokens` stays
         return (assigned_sum.detach() * score_sum / token_sum).sum() * c.experts / c.top_k
 
 
