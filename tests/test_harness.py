@@ -111,6 +111,7 @@ ddp --nproc 5 -> --batch 16.*5 data-parallel
 ddp --json /no/such/folder/file -> --json /no/such/folder/file can't be written
 train --dp 2 --nproc 3 -> needs 2 processes, not the 3
 train --width 100000000 --heads 1 -> the weights take .* GB, this machine has
+train --width 10000 --heads 1 --layers 100000 -> the weights take .* GB, this machine has
 train --layers 1000000 -> '1000000' is not a whole number of at least 1 and at most 100,000
 pipeline --schedule interleaved --chunks 1000000 -> a schedule of
 expert_parallel --chunks 1000000 -> a micro-batch has 1,024 tokens
