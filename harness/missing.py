@@ -12,6 +12,8 @@ import threading
 import time
 import traceback
 
+import torch
+
 from harness.joining import absent, within
 from harness.refusal import finish, say
 
@@ -20,6 +22,7 @@ ANSWER = 6  # seconds for a rank's answer to a roll call: on a busy machine it m
 LOST = 75  # exit code of a rank that leaves the explanation to another rank, or to the launcher
 # What gloo says of a lost peer
 SIGNS_OF_A_LOST_PEER = ("connection closed", "connection reset", "broken pipe")
+NO_MEMORY = "can't allocate memory"  # what torch says of it on CPUs
 
 
 def attend(store, me, timeout):
@@ -91,6 +94,10 @@ def failed(error, store, rank):
     if lost_a_peer:
         reason = str(error).partition("\n")[0]
         say(f"rank {rank} lost another one ({reason}); the run ends")
+    elif isinstance(error, (MemoryError, torch.OutOfMemoryError)) or NO_MEMORY in text:
+        name = traceback.extract_tb(error.__traceback__)[-1].name
+        advice = "docs/learn/memory.md says which flags make a run smaller"
+        say(f"rank {rank} found no memory left in {name}(): {advice}")
     else:
         trace = "".join(traceback.format_exception(error))
         print(f"rank {rank} failed:\n{trace}", file=sys.stderr, flush=True)

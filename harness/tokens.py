@@ -123,6 +123,8 @@ def read_tokenizer(file):
 
         content = read(file)
         tokenizer = Tokenizer.from_str(content.decode())
+    except ImportError as e:
+        raise Refused(f"--tokenizer {file.parent} needs a library: pip install tokenizers") from e
     except Exception as e:  # the library raises plain Exceptions
         advice = "give bytes, gpt2, or a folder with a tokenizer.json"
         raise Refused(f"--tokenizer: {file} can't be read ({e}): {advice}") from e

@@ -307,6 +307,15 @@ def test_a_failing_rank_is_named_once(capfd):
     assert "rank 1 failed:" in err and "ZeroDivisionError" in err and err.count("rank ") == 1
 
 
+def test_no_memory_left_is_one_sentence(capfd):
+    """Which the machine did not foresee: see rank.check_memory."""
+    args = harness.parser("").parse_args("--device cpu --backend gloo".split())
+    work = lambda *rank: torch.empty(1 << 60)  # noqa: E731
+    assert code_of(launch(lambda rank: start.one_rank(work, args), 1)) == 1
+    err = capfd.readouterr().err
+    assert "rank 0 found no memory left in <lambda>()" in err and len(err.splitlines()) == 1
+
+
 def on_one_core():
     """Have a single rank use one thread: two of them wait for each other on a busy machine."""
     if hasattr(os, "sched_setaffinity"):
