@@ -1,18 +1,18 @@
 """Expert parallelism: each rank has some of the experts, and tokens travel to them and back.
 
 A mixture replaces the one MLP of a block by E MLPs, the experts. A router, a linear layer, scores
-them for each token. The k best compute it, and y is the sum of their results, times the router's
-weights. Here E = 4, k = 2, N = 2 ranks have 4 tokens each. A digit is a token for expert `digit`:
+them for each token, which goes to the k best. y is the sum of their results, weighted by the
+router. Here E = 4, k = 2, N = 2 ranks have 4 tokens each. A digit is a token for expert `digit`:
 
              rows to send,            all-to-all:                   its        all-to-all back:
              sorted by expert         from rank 0    from rank 1    experts    weigh, add up
     rank 0   0 0 1 | 2 2 2 3 3        0 0 1          0 1 1          0, 1       y of its 4 tokens
     rank 1   0 1 1 | 2 3 3 3 3        2 2 2 3 3      2 3 3 3 3      2, 3       y of its 4 tokens
 
-Split: the experts, and the batch as in data parallelism. A rank's experts have consecutive numbers,
+Split: the experts, and the batch (each rank has its own tokens). A rank's experts are consecutive,
 so rows that are sorted by expert are sorted by rank. How many rows go where depends on the routing:
 ranks first tell each other, and the host (the CPU) waits to read the numbers. Where routing is
-uneven the others wait for the fullest rank: a balance loss (model.py) or `capacity` limits that.
+uneven all ranks wait for the fullest one: a balance loss (model.py) or `capacity` limits that.
 
 Sent: rows (dispatch), their results (combine), and in backward the gradients of both. n tokens per
 rank make k n rows of C elements, e bytes each. Of these r = (N-1)/N leave the rank, if routing is
@@ -41,7 +41,7 @@ from torch.autograd.function import once_differentiable  # refuses a gradient of
 def plain_dispatch(x, router_weights, chosen, experts, experts_per_rank, group):
     """x (n, C) -> y (n, C), by the router's weights (n, k) and its choices, `chosen` (n, k).
     experts(rows, rows_per_expert): a function that runs this rank's MLPs. It gets rows (m, C),
-    sorted by expert, and returns (m, C), row for row.
+    sorted by expert, and returns (m, C), row for row. experts_per_rank: how many each rank has.
 
     Not checked: x must require a gradient on every rank, or backward waits for ever. ExpertDispatch
     needs no such promise, and overlaps the messages."""
@@ -64,7 +64,7 @@ def plain_dispatch(x, router_weights, chosen, experts, experts_per_rank, group):
     results = run_experts(experts, rows, incoming)
     # Send back
     results = AllToAll.apply(results, receive_counts, send_counts, group)  # (n k, C), as sent
-    # Add up, times the router's weights, which may have more bits than x
+    # Weigh and add up. The router's weights may have a wider dtype than x
     results = results * router_weights.flatten()[order].unsqueeze(1)
     return torch.zeros_like(x).index_add(0, token, results.to(x.dtype))
 
@@ -87,8 +87,8 @@ class AllToAll(torch.autograd.Function):
 
 
 def run_experts(experts, rows, incoming):
-    """Results of this rank's experts, in the order of `rows`: they arrived rank by rank. The
-    experts get them by expert. incoming (N, local_experts): how many each rank sent for each."""
+    """Sorts the rows, which arrived rank by rank, by expert, runs the experts, and puts the results
+    in the order of arrival. incoming (N, local_experts): how many rows each rank sent for each."""
     world, local_experts = incoming.shape
     expert = torch.arange(local_experts, device=rows.device).repeat(world)
     # (m,). Without output_size the host would wait for the device
@@ -193,12 +193,12 @@ class ExpertDispatch(nn.Module):
     """Like plain_dispatch, overlapped: dispatch(x, router_weights, chosen, experts) -> (n, C).
 
     experts_per_rank: expert_counts(E, N). chosen: experts' numbers, int64, 0..E-1.
-    experts(rows, rows_per_expert): as there. rows_per_expert is int64. The result's dtype must not
-    depend on m, which may be 0.
+    experts(rows, rows_per_expert): as there. rows_per_expert is int64. m may be 0: the result's
+    dtype must be the same then.
     meanwhile(): called once, while rows travel, for what needs no expert, such as a shared MLP. Its
     result is not returned: keep it yourself.
-    chunks: the tokens are cut into as many; one is computed while others travel.
-    capacity: how many times its even share an expert takes, see drop_late. None: all that come.
+    chunks: how many parts the tokens are cut into. One is computed while others travel.
+    capacity: an expert takes at most so many times its even share, see drop_late. None: all rows.
     before_wait(): called before each wait: dualpipe.py runs another micro-batch there.
 
     All ranks must call this equally often, backward too, with the same experts_per_rank and chunks:
@@ -227,8 +227,8 @@ class ExpertDispatch(nn.Module):
         # not join the all-to-alls that other ranks wait in
         if torch.is_grad_enabled() and not x.requires_grad:
             x = x.detach().requires_grad_()
-        x, router_weights = (whole.tensor_split(self.chunks) for whole in (x, router_weights))
-        chunks = zip(x, router_weights, orders, send_counts, receive_counts, incoming)
+        parts = [whole.tensor_split(self.chunks) for whole in (x, router_weights)]
+        chunks = zip(*parts, orders, send_counts, receive_counts, incoming)
         # Each generator stops three times: rows sent; results sent back; results added up
         generators = [self.run_chunk(experts, *chunk) for chunk in chunks]
         for generator in generators:
@@ -239,7 +239,7 @@ class ExpertDispatch(nn.Module):
         return torch.cat([next(generator) for generator in generators])
 
     def run_chunk(self, experts, x, router_weights, order, send_counts, receive_counts, incoming):
-        """plain_dispatch from the first all-to-all on. After a `yield` other chunks run."""
+        """plain_dispatch from its first AllToAll on. At a `yield` it stops, and others run."""
         order = order[: sum(send_counts)]  # dropped assignments come last
         token = order // router_weights.shape[1]
         dispatch = Transfer(send_counts, receive_counts, self.group, self.before_wait)
@@ -268,7 +268,7 @@ class ExpertDispatch(nn.Module):
         lengths = [local_experts] * world, self.experts_per_rank
         dist.all_to_all_single(incoming, outgoing, *lengths, group=self.group)
         incoming = incoming.view(world, local_experts, len(chunks)).permute(2, 0, 1)
-        to_ranks = [part.sum(0) for part in outgoing.split(self.experts_per_rank)]
+        to_ranks = [part.sum(0) for part in outgoing.split(self.experts_per_rank)]  # (chunks,) each
         counts = torch.stack((torch.stack(to_ranks, dim=1), incoming.sum(2)))  # (2, chunks, N)
         send_counts, receive_counts = counts.tolist()  # the host waits for the device, once
         return send_counts, receive_counts, incoming
@@ -298,10 +298,10 @@ def expert_counts(expert_count, world):
 
 
 def placement(parameter):
-    """A parameter's placement, with defaults for the missing entries:
+    """Which shard of which whole a parameter is, with defaults for the missing entries:
 
     shape    of the whole parameter
-    cuts     {dimension: (group, start, length)}: each rank of the group has another shard
+    cuts     {dimension: (group, start, length)}: each rank of the group has a different shard
 
     Other techniques add partial and data: docs/use/two-techniques.md."""
     default = dict(shape=tuple(parameter.shape), cuts={}, partial=[], data=None)
@@ -364,7 +364,7 @@ def all_reduce_gradients(parameters, group):
 
 
 def check_chosen(chosen, expert_count):
-    """A number beyond the last expert's would mean a dropped token. The host does not wait."""
+    """A number beyond the last expert's would mean a dropped token. The host need not wait."""
     valid = (chosen >= 0) & (chosen < expert_count)
     why = f"a token chose an expert that is not one of the {expert_count}"
     torch._assert_async(valid.all(), why)

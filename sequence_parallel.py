@@ -13,15 +13,15 @@ Sent        in forward                            in backward
     f       all-gather of the tokens              reduce-scatter of their gradients
     g       reduce-scatter of the partial sums    all-gather of the gradients
 
-An all-reduce is a reduce-scatter and then an all-gather, and each sends r = (t-1)/t of the tensor.
-So a block sends what it sends in tensor parallelism: 8 r B T C e, at e bytes an element. The
+An all-reduce is a reduce-scatter and then an all-gather. In each a rank sends r = (t-1)/t of the
+tensor. So a block sends as much as in tensor parallelism: 8 r B T C e, at e bytes an element. The
 activations between the split layers shrink to 1/t. f's result (B, T, C) is still held, for the
 gradients of weights. With --gather-again backward gathers it again, and sends a quarter more.
 
 Norms, positions and the biases after g see this rank's tokens only. So the gradients of these P
 parameters are partial sums, which `reduce_partial` all-reduces once a step (2 r P e bytes).
 
-Twice as many messages: slower than tensor parallelism where latency dominates. t must divide T.
+There are twice as many messages, so it is slower where latency dominates. t must divide T.
 
     torchrun --nproc_per_node=4 sequence_parallel.py
     python sequence_parallel.py --family llama --nproc 2 --gather-again
@@ -55,7 +55,7 @@ reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 def gather_tokens(x, group, async_op=False):
     """All ranks' tokens in order: x (B, T/t, C) -> (B, T, C). async_op: start the message, and
-    return a function that waits for it and returns them."""
+    return a function that waits for it and returns the tokens."""
     shards = x.new_empty(dist.get_world_size(group), *x.shape)  # (t, B, T/t, C)
     whole = shards.flatten(0, 1)  # the same memory, in the shape that torch wants
     message = all_gather_into_tensor(whole, x.contiguous(), group=group, async_op=async_op)
@@ -65,7 +65,7 @@ def gather_tokens(x, group, async_op=False):
 
 def reduce_scatter_tokens(x, group, async_op=False):
     """This rank's tokens of the sum of all ranks' x: (B, T, C) -> (B, T/t, C). async_op: as above.
-    gloo's reduce-scatter sends twice the bytes, so here an all-to-all and a sum take its place."""
+    gloo, torch's backend for CPUs, sends twice the bytes: there an all-to-all and a sum do it."""
     t, options = dist.get_world_size(group), dict(group=group, async_op=async_op)
     shards = x.unflatten(1, (t, -1)).transpose(0, 1).contiguous()  # (t, B, T/t, C)
     if dist.get_backend(group) == "gloo":
@@ -131,7 +131,7 @@ class SequenceLeave(Leave):
 
 
 def shard_positions(full, group):
-    """This rank's part of a value per token, such as positions: (..., T) -> (..., T/t)."""
+    """This rank's shard of numbers per token, such as positions: (..., T) -> (..., T/t)."""
     shards = full.unflatten(-1, (dist.get_world_size(group), -1))  # (..., t, T/t)
     return shards[..., dist.get_rank(group), :]
 
@@ -212,7 +212,7 @@ class SequenceEnterAndProject(EnterAndProject):
 
 
 class GatherAgain(SequenceEnterAndProject):
-    """Holds this rank's tokens until backward, which gathers all of them again while it computes
+    """Holds this rank's tokens until backward, which gathers all tokens again while it computes
     their gradients."""
 
     def forward(self, x):  # always, because plain f would hold all tokens
@@ -276,7 +276,7 @@ def parallelize_sequence(model, group, keep_gathered=True, kv_group=None, whole_
     embedding takes x (B, T/t, C) from the stage before it, and needs positions (T,). After backward
     call `reduce_partial`.
 
-    keep_gathered: hold what f gathered until backward. Else gather it again there.
+    keep_gathered: hold what f gathered until backward. False: gather it again in backward.
     whole_experts: leave the experts as they are. Each rank sends its own tokens to them, so
     expert_parallel.py must deal them out over all tensor-parallel ranks, before or after."""
     parallelize_tensors(model, group, kv_group, whole_experts)

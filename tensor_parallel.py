@@ -4,22 +4,22 @@
              rank 0: units 0..H/2          units 0..H/2
              rank 1: units H/2..H          units H/2..H        partial sums, added by g
 
-The first matrix gives each rank half of the H hidden units. The activation works on each unit by
-itself, so no rank needs another's half. The second matrix turns each half into a partial sum of the
-output. Attention is split alike, by heads, and so is the vocabulary. Norms, the biases after g and
-the residual stream are complete on every rank.
+The first matrix gives each rank, a process with its own device, half of the H hidden units. The
+activation works on each unit by itself, so no rank needs another's half. The second matrix turns
+each half into a partial sum of the output. Attention is split alike, by heads, and so is the
+vocabulary. Norms, the biases after g and the residual stream are whole on every rank.
 
 Sent: g adds the partial sums in forward (one all-reduce). f adds the gradients of x in backward
 (one all-reduce), because every rank's half used x. A block has an f and a g around attention and
-again around its MLP: 4 all-reduces of a tensor (B, T, C), B sequences of T tokens, C wide. On t
-ranks an all-reduce of S bytes sends 2 r S, r = (t-1)/t (collectives.py): 8 r B T C e bytes per
-block, at e bytes an element. Embedding and head add 4 r B T C e, the loss three numbers per token.
+again around its MLP: 4 all-reduces of a tensor (B, T, C), B sequences of T tokens, C wide. In one
+of S bytes each of t ranks sends 2 r S, r = (t-1)/t (collectives.py): per block 8 r B T C e bytes,
+at e bytes an element. Embedding and head add 4 r B T C e, the loss three numbers per token.
 
 Backward: g's is the identity. y is the sum of the partial sums, so each of them gets y's gradient.
 All ranks compute the same loss from the same y: it is one loss, not t of them. f's sum is the
 complete gradient of x, so all earlier layers get complete gradients, the same on every rank.
 
-Between nodes it rarely pays: each layer waits for g's message (docs/learn/tensor-parallelism.md).
+Between machines it rarely pays: each layer waits for messages (docs/learn/tensor-parallelism.md).
 
     torchrun --nproc_per_node=4 tensor_parallel.py
     python tensor_parallel.py --family llama --kv-heads 4
@@ -47,7 +47,7 @@ class CopyToGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
-        return x.view_as(x)  # a view: other uses of x, such as the residual, are not summed
+        return x.view_as(x)  # f's backward is this view's: the residual's use of x is not summed
 
     @staticmethod
     @once_differentiable
@@ -81,7 +81,7 @@ def plain_mlp(x, up, down, group):
 
 
 class GroupFunction(nn.Module):
-    """A function of x and the group, as a module."""
+    """Calls self.function, which subclasses give, with x and the group."""
 
     def __init__(self, group):
         super().__init__()
@@ -104,16 +104,16 @@ class Leave(GroupFunction):
     function = ReduceFromGroup
 
 
-# --- the two matrices between f and g, cut by `shard`, below. Their names are the paper's, of
-# Y = X A. torch stores A transposed: a column of A is a row of `weight`
+# --- the two matrices between f and g, cut by `shard`, below. Column and Row are the paper's
+# names: it writes Y = X A. torch stores A transposed, so a column of A is a row of `weight`
 
 
 class ColumnParallelLinear(nn.Module):
     """Splits the outputs: each rank keeps out/t rows of torch's (out, in) weight, the columns of A.
     x (..., in) -> this rank's (..., out / t). Put f before it.
 
-    A shard must be whole heads. The usual fused qkv (all q, all k, all v) would be cut wrong,
-    silently: order its rows by kv-head (its q heads, its k, its v), or keep three layers.
+    Attention: a shard must be whole heads. The usual fused qkv (all q, all k, all v) would be cut
+    wrong, silently: order its rows by kv-head (its q heads, its k, its v), or keep three layers.
 
     Where t does not divide `out`, zeros fill the last shards. The activation must then map 0 to 0,
     or the padding gets gradients. shared_by: see `shard`."""
@@ -127,8 +127,8 @@ class ColumnParallelLinear(nn.Module):
         return self.weight, self.bias
 
     def forward(self, x):
-        if isinstance(x, dict):  # {layer: its product}, where EnterAndProject took f's place
-            return x[self]
+        if isinstance(x, dict):  # EnterAndProject, a faster f below, has computed it already
+            return x[self]  # x is {layer: its product}
         return F.linear(x, *self.weight_and_bias())
 
 
@@ -147,7 +147,7 @@ class RowParallelLinear(nn.Module):
         return y if self.bias is None else y + self.bias  # the bias once, after g
 
 
-# --- a model of yours. All ranks have the same weights and tokens
+# --- a model of yours. The t ranks of `group`, a process group, have the same weights and tokens
 #
 #     for block in model.blocks:
 #         attn, mlp = block.attn, block.mlp
@@ -192,7 +192,7 @@ class VocabParallelEmbedding(nn.Module):
             self.padding_row = embedding.padding_idx - self.start
 
     def forward(self, tokens):
-        # A token beyond the vocabulary would get zeros, silently. The host does not wait for this
+        # A token beyond the vocabulary would get zeros, silently. The host need not wait for this
         valid = (tokens >= 0) & (tokens < self.vocab)
         torch._assert_async(valid.all(), f"tokens must be from 0 to {self.vocab - 1}")
         row = tokens - self.start
@@ -211,13 +211,13 @@ class VocabParallelLoss(torch.autograd.Function):
     def forward(ctx, logits, targets, start, length, group):
         ctx.dtype = logits.dtype
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if length < logits.shape[1]:
+        if length < logits.shape[1]:  # the columns from `length` on are padding
             padding = torch.arange(logits.shape[1], device=logits.device) >= length
             logits = logits.masked_fill(padding, float("-inf"))
         largest = logits.amax(dim=1)  # (n,): so exp can't overflow. The loss does not depend on it
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         shifted = logits - largest.unsqueeze(1)  # (n, V / t)
-        column = targets - start
+        column = targets - start  # (n,): the target's column, if this rank has it
         outside = (column < 0) | (column >= length)
         column = column.masked_fill(outside, 0).unsqueeze(1)  # (n, 1)
         of_target = shifted.gather(1, column).squeeze(1).masked_fill(outside, 0.0)
@@ -279,10 +279,10 @@ def shard_tensor(full, dim, index, shards):
 
 
 def placement(parameter):
-    """A parameter's placement, with defaults for the missing entries:
+    """Which shard of which whole a parameter is, with defaults for the missing entries:
 
     shape    of the whole parameter
-    cuts     {dimension: (group, start, length)}: each rank of the group has another shard
+    cuts     {dimension: (group, start, length)}: each rank of the group has a different shard
 
     Other techniques add partial and data: docs/use/two-techniques.md."""
     default = dict(shape=tuple(parameter.shape), cuts={}, partial=[], data=None)
@@ -299,8 +299,8 @@ def shard(parameter, dim, group, shared_by=None):
     """This rank's shard, a new parameter with a `placement`. None stays None. Raises ValueError if
     this dimension has been cut before, or if the parameter has been cut over this group.
 
-    shared_by: a group of s neighbouring ranks that all get the same shard, one of t/s: of k and v,
-    where ranks outnumber the kv-heads. Each uses it for its own q heads, so its gradient is a
+    shared_by: a group of s neighbouring ranks that all get the same shard, one of t/s. For k and v,
+    where ranks outnumber the kv-heads: each uses it for its own q heads, so its gradient is a
     partial sum, which reduce_partial in sequence_parallel.py completes."""
     if parameter is None:
         return None
@@ -368,8 +368,8 @@ class EnterAndProject(Enter):
         self.layers = list(layers)  # a list: no second name in state_dict
 
     def forward(self, x):
-        # Plain f where torch.compile makes one graph of a block, and in zero_bubble.py, which puts
-        # off the weights' gradients itself, by a mode that changes F.linear
+        # Plain f under torch.compile, which makes one graph of a block, and in zero_bubble.py: its
+        # torch function mode replaces F.linear, and puts off the weights' gradients itself
         if torch.compiler.is_compiling() or has_torch_function((x,)):
             return super().forward(x)
         return self.project(x)
@@ -410,8 +410,8 @@ def after(message, result):
 
 
 class SaveFirst(torch.autograd.Function):
-    """Identity. Saves what Project needs, before Project runs. Activation checkpointing repeats a
-    forward up to the last tensor that it saved: so the products, after it, are not repeated."""
+    """Identity. Saves what Project needs, before Project runs. Activation checkpointing stops its
+    second forward once it has all saved tensors again: so it does not repeat the products."""
 
     @staticmethod
     def forward(ctx, x, *saved):
@@ -447,7 +447,7 @@ class Project(torch.autograd.Function):
             dx = torch.addmm(dx, dy, weight)
         finish_sum = ctx.enter.start_sum(dx.view(*grads[0].shape[:-1], -1))
         full = finish_gather().flatten(0, -2)
-        del finish_gather, dx  # frees the memory: both are of all tokens
+        del finish_gather, dx  # in sequence_parallel.py each holds a copy of all tokens: free it
         needed = ctx.needs_input_grad[3:]  # False for what is frozen, and where there is no bias
         of_weights = [dy.T @ full if needs else None for dy, needs in zip(dys, needed)]
         of_biases = [dy.sum(0) if needs else None for dy, needs in zip(dys, needed[len(dys) :])]
@@ -489,7 +489,7 @@ def check_heads(config, t):
 
 
 def kv_group_of(config):
-    """The ranks that have a kv-head together, where ranks outnumber the kv-heads. Else None."""
+    """The ranks that share this one's kv-head, where ranks outnumber the kv-heads. Else None."""
     ranks = dist.get_world_size() // config.kv_heads
     return dist.new_subgroups(ranks)[0] if ranks > 1 else None
 
