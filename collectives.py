@@ -1,9 +1,9 @@
 """Collectives: all of them from messages between two ranks, and seven ways to all-reduce.
 
-A collective moves tensors between the N ranks of a group. An all-reduce gives all of them the sum.
-On a ring each rank cuts its tensor into N chunks and talks to its neighbours. Here N is 3. The
-columns are chunks 0, 1 and 2; "12" is rank 1's plus rank 2's; "." is a partial sum that is no
-longer needed. In each round rank r sends one chunk to rank r-1:
+A group is N processes, the ranks 0 to N-1. A collective moves tensors between them. An all-reduce
+gives all of them the sum. On a ring each rank cuts its tensor into N chunks, and in each round rank
+r sends one chunk to rank r-1. Here N is 3, the columns are chunks 0, 1 and 2, "12" is rank 1's plus
+rank 2's, and "." is a partial sum that is no longer needed:
 
               start      round 1       round 2        rounds 3 and 4
     rank 0    0  0  0    0   .   01    012  .   .     012 012 012     1, 2: a reduce-scatter,
@@ -11,15 +11,15 @@ longer needed. In each round rank r sends one chunk to rank r-1:
     rank 2    2  2  2    .   02  2     .    .  012    012 012 012     3, 4: an all-gather
 
 Sent      A rank sends 2 (N-1) chunks, that is 2 S (N-1)/N bytes for a tensor of S bytes: about
-          2 S, whatever N is. Unless switches add, no algorithm spares its busiest rank any of it.
-          But each of the 2 (N-1) rounds waits for the one before. Small tensors are faster by
-          recursive doubling: log2 N rounds of S bytes. Halving-doubling sends the ring's bytes in
-          2 log2 N rounds, if N is a power of two. Two trees come near for any N.
-Backward  Autograd sees none of these messages: whoever uses them writes it by hand. Where forward
+          2 S, whatever N is. In no algorithm does the busiest rank send less, unless the network's
+          switches add. But each of the 2 (N-1) rounds waits for the one before: for small tensors
+          recursive doubling is faster, log2 N rounds of S bytes. Halving-doubling sends the ring's
+          bytes in 2 log2 N rounds, if N is a power of two. Two trees come near that for any N.
+Backward  Autograd sees none of these messages: their backward is written by hand. Where forward
           copies, backward adds up: broadcast and reduce are each other's backward, all-gather and
           reduce-scatter too. All-to-all goes back the way it came. The backward of all-reduce is
           all-reduce if the ranks' losses add up, the identity if all compute the same loss.
-Limits    To be read: torch.distributed's are as fast or faster. Times: docs/learn/collectives.md.
+Limits    For learning: torch.distributed is as fast or faster. Times: docs/learn/collectives.md.
 
     torchrun --nproc_per_node=4 collectives.py
     python collectives.py --nproc 6 --size 25MB
@@ -52,8 +52,8 @@ def plain_ring_all_reduce(x, group=None):
     n, rank = dist.get_world_size(group), dist.get_rank(group)
     left, right = (rank - 1) % n, (rank + 1) % n
     chunks = x.view(-1).tensor_split(n)
-    # Reduce-scatter: each step passes a partial sum to the left. The last one to arrive is chunk
-    # `rank`, with every other rank's part
+    # Reduce-scatter: each step passes a partial sum to the left. After the last step chunk `rank`
+    # is complete here
     for step in range(n - 1):
         passed_on = chunks[(rank + step + 1) % n]
         added_to = chunks[(rank + step + 2) % n]
@@ -67,7 +67,7 @@ def plain_ring_all_reduce(x, group=None):
 
 def send_recv(sent, to, received, source, group):
     """Send one tensor and receive another at the same time. If all ranks of the ring called send
-    first, and recv after it, all would wait for ever."""
+    first and recv second, all would wait for ever."""
     messages = [
         dist.P2POp(dist.isend, sent, group=group, group_peer=to),
         dist.P2POp(dist.irecv, received, group=group, group_peer=source),
@@ -80,13 +80,13 @@ def send_recv(sent, to, received, source, group):
 
 
 class RankView:
-    """The group as one rank sees it: its own number, and rounds of messages with the others. A rank
-    is a number in the group, or for a view of `among` its place in `members`."""
+    """The group as one rank sees it: its own number, and rounds of messages with the others. The
+    number is that in the group, or in a view made by `among` the place in `members`."""
 
     def __init__(self, group=None):
         self.group = group or dist.group.WORLD
         self.rank = dist.get_rank(self.group)
-        if self.rank < 0:  # or its loops would run no round, without a word
+        if self.rank < 0:  # else its loops would do nothing, silently
             raise ValueError("this rank is not in the group: only members may call its collectives")
         self.size = dist.get_world_size(self.group)
         self.members = range(self.size)  # rank in this view -> rank in the group
@@ -100,11 +100,11 @@ class RankView:
 
     @torch.no_grad()
     def exchange(self, send, receive, combine=None):
-        """A round: all its messages start at once, then all are waited for.
+        """One round: start all its messages at once, then wait for all.
 
         send, receive: {rank: contiguous tensor}. A tensor that a rank sends to itself is copied.
-        combine(a, b, out=a) merges what arrives, b, into the tensor in `receive`, a: torch.add or
-        torch.maximum, say. Without combine what arrives overwrites the tensor."""
+        combine(a, b, out=a) merges b, which arrives, into a, the tensor in `receive`: torch.add or
+        torch.maximum, for example. Without combine b overwrites a."""
         arrived = {}
         for rank, t in receive.items():
             arrived[rank] = torch.empty_like(t) if combine else t
@@ -160,8 +160,8 @@ def ring_all_gather(view, chunks):
 
 
 def binomial_tree(view, x, root):
-    """Per round, whom this rank sends x to and whom it gets x from, as `exchange` takes them. With
-    8 ranks and root 0: 0 -> 4, then 0 -> 2 and 4 -> 6, then 0 -> 1, 2 -> 3, 4 -> 5 and 6 -> 7. That
+    """For each round what this rank sends and what it receives, as `exchange` takes them. With 8
+    ranks and root 0: 0 -> 4, then 0 -> 2 and 4 -> 6, then 0 -> 1, 2 -> 3, 4 -> 5 and 6 -> 7. That
     is log2 N rounds. A loop at the root would take N-1."""
     place = (view.rank - root) % view.size  # the root is at place 0
     rounds = []
@@ -180,7 +180,7 @@ def powers_of_two(n):
     return [1 << i for i in range((n - 1).bit_length())]
 
 
-# --- doubling: in round k a rank and its partner, 2^k further on or back, talk. log2 N rounds
+# --- doubling: in round k the partners are the ranks 2^k apart. log2 N rounds
 
 
 def recursive_doubling_all_reduce(view, x, combine):
@@ -210,7 +210,7 @@ def halving_doubling_all_reduce(view, x, combine):
 
 def with_extra_ranks(algorithm, view, x, combine):
     """For any N: one of the two algorithms above runs on p ranks, the largest power of two up to N.
-    Before, rank p+i sends its tensor to rank i, which adds it. At the end it gets the sum."""
+    First rank p+i sends its tensor to rank i, which adds it. Last, rank i sends the sum back."""
     p = 1 << (view.size.bit_length() - 1)
     if view.rank >= p:
         view.exchange({view.rank - p: x}, {}, combine)
@@ -243,8 +243,8 @@ def double_tree(view, x):
     n, height = view.size, (view.size - 1).bit_length()
     first, second = (half.split(TREE_PIECE) for half in x.tensor_split(2))
     rounds = [({}, {}) for _ in range(len(first) + height - 1)]
-    # The rank at each place of a tree (path_to_root). In the second tree they are mirrored: a rank
-    # inside one tree is a leaf of the other. If N is odd, rank 0 is the root of both
+    # The rank at each place of a tree (path_to_root). The second tree has the ranks in reverse: a
+    # rank inside one tree is a leaf of the other. If N is odd, rank 0 is the root of both
     in_order = list(range(n))
     mirrored = [(n % 2 - 1 - place) % n for place in range(n)]
     for rank_at, pieces in ((in_order, first), (mirrored, second)):
@@ -266,8 +266,8 @@ def path_to_root(place, n):
     there is no place 6, so 5 sends to 4."""
     path = [place]
     while place:
-        lowest = place & -place  # the lowest bit
-        parent = (place - lowest) | (2 * lowest)  # moves up by one
+        lowest = place & -place  # the lowest bit that is set
+        parent = (place - lowest) | (2 * lowest)  # this bit moves up by one
         place = parent if parent < n else place - lowest
         path.append(place)
     return path
@@ -322,9 +322,9 @@ ALGORITHMS = {
 # all_gather_into_tensor, reduce_scatter_tensor)
 #
 # All ranks of the group must call the same collectives in the same order, with the same shapes and
-# dtypes. Not checked, here as in torch.distributed: gloo fills a buffer in part, or adds up the
-# bytes of another tensor, and says nothing. Tensors are contiguous and share no memory. The root is
-# given by its rank in the group. `group` is a group, or a RankView that counts its messages, say.
+# dtypes. Not checked, here as in torch.distributed: gloo would fill a part of a buffer, or add the
+# bytes of another tensor, silently. Tensors are contiguous and share no memory. The root is given
+# by its rank in the group. `group` is a group or a RankView, for example one that counts messages.
 
 SUM, PRODUCT = dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT
 MIN, MAX = dist.ReduceOp.MIN, dist.ReduceOp.MAX
@@ -356,8 +356,8 @@ def broadcast(tensor, *, group=None, group_src=0):
 
 @torch.no_grad()
 def reduce(tensor, op=SUM, *, group=None, group_dst=0):
-    """The sum of all tensors, into the root's: the same messages backwards. A rank adds its
-    children's sums to its own. The other ranks' tensors stay as they are."""
+    """The sum of all tensors, into the root's: broadcast's messages backwards. A rank adds its
+    children's sums to its own. Only the root's tensor changes."""
     view = view_of(group)
     x = tensor if view.rank == group_dst else tensor.clone()
     for child, parent in reversed(binomial_tree(view, x, group_dst)):
