@@ -1,4 +1,4 @@
-"""Pipeline parallelism: each rank holds some consecutive layers, micro-batches flow through them.
+"""Pipeline parallelism: a rank (process) has consecutive layers, micro-batches flow through them.
 
     1F1B on 4 ranks with 8 micro-batches. A row is a rank, and time goes right. A digit is that
     micro-batch's forward, [digit] its backward, twice as long. A dot is a wait.
@@ -13,7 +13,7 @@ Split: the layers into p stages for p ranks, the batch into m micro-batches. A s
 rank's actions in order, and `Pipeline` runs it.
 
 Sent: each forward's result to the next stage, each backward's gradient to the stage before. That is
-b T C e bytes per micro-batch, boundary and direction: b sequences of T tokens, width C, e bytes an
+b T C e bytes per micro-batch, boundary and direction: b sequences of T tokens, width C, e bytes per
 element. It is little, so pipelines suit the slowest links.
 
 Backward: the chain rule, cut at the boundaries. A stage's input x is a leaf of its own graph. So
@@ -113,7 +113,7 @@ class Row(list):
     def add(self, kinds, *stages):
         for stage in stages:
             for kind in kinds:
-                # A whole backward, B, counts as I and W: rows of zero_bubble.py have B beside both
+                # B is both I and W: in zero_bubble.py a stage's backwards may be B or split
                 counted_as = ["I", "W"] if kind == "B" else [kind]
                 self.append(Action(kind, self.counts[counted_as[0], stage], stage))
                 for part in counted_as:
@@ -161,8 +161,8 @@ class Pipeline:
     batch (all micro-batches, all data-parallel ranks). A mean in each micro-batch is wrong.
 
     shape, dtype: of the activations between stages, the same for every micro-batch and rank.
-    links: of open_links. By default new groups of all ranks. After an exception in a run messages
-    are still on their way: the next run needs new links.
+    links: what open_links returns. By default new groups of all ranks. After an exception in a run
+    messages are still on their way: the next run needs new links.
     around(action): a context around the work of each action, not its messages: a profiler's, say.
     """
 
@@ -192,7 +192,7 @@ class Pipeline:
 
 
 class StageRunner:
-    """The forward and backward passes of a rank's stages. row: the actions to come."""
+    """The forward and backward passes of a rank's stages. row: the rank's actions in a run."""
 
     def __init__(self, stage_forward, row):
         self.stage_forward = stage_forward
@@ -200,7 +200,7 @@ class StageRunner:
         self.saved = {}  # {(micro-batch, stage): input and output, from forward to backward}
 
     def run(self, action, received):
-        """From the message that an action waits for to the message that it sends."""
+        """Turn the message that an action waits for into the message that it sends."""
         forward_or_backward = self.forward if action.kind == "F" else self.backward
         return forward_or_backward(action.microbatch, action.stage, received)
 
@@ -217,7 +217,7 @@ class StageRunner:
             return None  # this stage and those before it are frozen: nothing to do
         x, y = self.saved.pop((m, stage))
         # As y.backward(gradient), which would turn off the Deferred mode of zero_bubble.py
-        torch.autograd.backward([get_gradient_edge(y)], [gradient])  # None: y is the loss
+        torch.autograd.backward([get_gradient_edge(y)], [gradient])  # None, if y is the loss
         return None if x is None else x.grad
 
 
@@ -341,10 +341,10 @@ def plan_receives(schedule):
 
     On nccl a posted receive is a kernel that spins until its message comes. Meanwhile CUDA may wait
     for an idle device, to load a kernel or to free memory. If the sender in turn waits for this
-    rank, both hang. So receives are posted late, as if all actions ran one after another: in each
-    round every rank, the last one first, runs its next action if its message was sent in an earlier
-    round. A message's receive is posted before the action that is then the receiver's next. So a
-    rank waits only for actions that come earlier in this order."""
+    rank, both hang. So receives are posted late. To find the place, simulate the run in rounds: in
+    a round each rank, the last one first, runs its next action if the message for it was sent in an
+    earlier round. Where a message is sent, its receive is planned before the receiver's next
+    action. So a rank waits only for actions that come earlier in this order."""
     plan = collections.defaultdict(list)
     sent = {None}  # None: an action that waits for nothing
     rows = [collections.deque(schedule.steps(rank)) for rank in range(len(schedule.rows))]
@@ -376,8 +376,8 @@ def group_for(links, channel):
 
 
 def open_links(links, schedule, device):
-    """Send a first message through each channel, in an order that all ranks share: on nccl it
-    blocks until both ranks are there. Returns the links."""
+    """Send a first message through each channel, in an order that all ranks share: on nccl a first
+    message blocks until both ranks are there. Returns the links."""
     rank = dist.get_rank(links[0])
     number = torch.zeros(1, device=device)
     messages = {schedule.outgoing(action) for row in schedule.rows for action in row} - {None}

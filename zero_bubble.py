@@ -10,18 +10,18 @@
 
 Split: backward of y = x A^T is two matmuls. dy is the gradient of y.
 
-    I   dx = dy A      The stage before waits for it. With it come the gradients of biases, norms
-                       and embeddings. The papers call it B
+    I   dx = dy A      The stage before waits for it. I also has the gradients of biases, norms and
+                       embeddings. The papers call this part B
     W   dA = dy^T x    Nobody waits for it before the optimizer's step, so a rank computes it where
                        it would wait. Until then it keeps the pair (x, dy)
 
-Sent: what pipeline.py sends. zb-v and dualpipev have two stages per rank: twice as much.
+Sent: what pipeline.py sends, and with two stages per rank twice as much. The schedules:
     zb-h1       1F1B's memory, a third of its bubble
     zb-h2       no bubble where F = I = W, twice the memory
     zb-v        no bubble where F = I = W, 1F1B's memory, two stages per rank
     dualpipev   DeepSeek's order, in turns: dualpipe.py overlaps it. Two stages per rank
 
-Limits: the pairs take memory. Ranks that end early wait for the norm of all gradients.
+Limits: the pairs take memory. To clip by the norm of all gradients, ranks that end early wait.
 Under torch.autocast nothing is put off: cast weights instead. docs/learn/pipelines.md compares.
 
     torchrun --nproc_per_node=4 zero_bubble.py --layers 8 --schedule zb-v
@@ -44,7 +44,7 @@ from pipeline import Row, Schedule, StageRunner, gpipe, interleaved, one_f_one_b
 
 
 class SplitLinear(nn.Linear):
-    """A linear layer. x must require a gradient.
+    """A linear layer that computes its weight's gradient when asked. x must require a gradient.
 
         layer = SplitLinear(4, 3)
         loss = layer(x).square().sum()
@@ -76,8 +76,8 @@ def weight_gradient(x, gradient):
 
 
 def zb_h1(rank, ranks, microbatches, reach=1):
-    """1F1B with backward in two parts. Rank r has r fewer forwards in flight than rank 0, so it may
-    put off r weight gradients for as much memory. They fill its gaps at the end.
+    """1F1B with backward in two parts. Rank r has r fewer forwards in flight than rank 0. So it can
+    put off r weight gradients in the same memory. They fill its gaps at the end.
 
         rank 0 of 3:  F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3
         rank 1 of 3:  F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
@@ -110,8 +110,8 @@ class Deferred(TorchFunctionMode):
         loss.backward()        # I: gradients of inputs, biases, norms and embeddings
         deferred.accumulate()  # W: gradients of weights. Without this line they are missing
 
-    Deferred: parameters, and views of parameters. Not deferred, so their gradients come in I:
-    computed weights, all under autocast, those of addmm, matmul, bmm and nn.MultiheadAttention.
+    W is for weights that are parameters or views of them. Not deferred, so their gradients come in
+    I: computed weights, all under autocast, those of addmm, matmul, bmm and nn.MultiheadAttention.
 
     Set weight.used_twice = True if the stage also uses the weight outside F.linear, as a tied
     embedding. Else its gradient comes in two parts, and the hooks of DDP and ZeRO expect one."""
@@ -128,7 +128,7 @@ class Deferred(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def defer(self, function, input, weight, *rest, **options):
-        """As SplitLinear.forward, but SaveInput holds the input: checkpointing can drop it."""
+        """As SplitLinear.forward, but SaveInput holds the input: then checkpointing can drop it."""
         if not can_defer(input, weight):
             return function(input, weight, *rest, **options)
         input = SaveInput.apply(input)
@@ -202,8 +202,8 @@ class WeightGradient(torch.autograd.Function):
 
 
 class SplitRunner(StageRunner):
-    """Runs I and W as well. I is an ordinary backward, as forward ran under a `Deferred`. W is the
-    rest of it."""
+    """Runs I and W as well. I is an ordinary backward: its forward ran under a `Deferred`, which
+    keeps the rest for W."""
 
     def __init__(self, stage_forward, row):
         super().__init__(stage_forward, row)
@@ -239,8 +239,8 @@ class SplitSchedule(Schedule):
 
 def zb_v(rank, ranks, microbatches):
     """Rank r holds the stages r (near) and 2 p - 1 - r (far): of 3 ranks 0 and 5, 1 and 4, 2 and 3.
-    The way through the ranks is a V with both ends on rank 0. With 5 micro-batches, and a quote
-    before a far forward:
+    The way through the ranks is a V with both ends on rank 0. With 5 micro-batches, where a quote
+    marks the forward of a far stage:
 
         0 1 2 3 4'0(0{0'1(1{1'2(2{2(0{0'3(3{3(1{1'4(4{4(2{2(3{3(4{4
         . 0 1 2'0 3'1(0{0'2(1{1 4(0{0'3(2{2(1{1'4(3{3(2(4(3{2(4{3{4{4
