@@ -14,8 +14,8 @@ Order     The two run in two threads, but one at a time: before it waits for a m
           one order, that of the program, and both threads can send through the same groups. On a
           GPU both queue work on one stream, in that order.
 Sent      What the schedule sends without overlap, to the byte.
-Hidden    All waits of a pair. The first forwards and the last backwards have no partner: with p
-          ranks and m micro-batches 1 - (5p - 1) / 4m of the waits are in pairs. Not hidden: the
+Hidden    The waits in pairs. The first forwards and the last backwards have no partner: with p
+          ranks and m micro-batches 1 - (5p - 1) / 4m of all waits are in pairs. Not hidden: the
           exchange of the numbers of tokens.
 Limits    Without experts there is nothing to hide: take zb-v. Only DualPipe's schedule has pairs.
           Both micro-batches' temporary tensors are in memory at once.
@@ -40,9 +40,9 @@ from zero_bubble import SplitSchedule
 
 class Pair:
     """Two calls, each in a thread. The first runs until it calls turn() or ends, then the second
-    does, and so on. The second's thread is the one that makes the pair.
+    does, and so on. The second runs in the thread that makes the pair.
 
-    In a pipeline the backward is first. It begins by sending, and while these rows travel the
+    In a pipeline the backward is first. It begins by sending, and while its gradients travel the
     forward computes. If the forward were first, it would compute with nothing on its way, then
     both would send, and both wait."""
 
@@ -95,8 +95,8 @@ class Turns:
 
         y1, y2 = turns.overlap(lambda: layer(x1), lambda: layer(x2))
 
-    Outside of overlap() turn() does nothing. The calls alternate at turn() only: ranks that make
-    the same calls send the same messages in the same order.
+    To overlap a backward, call turn() in the all-to-all's backward too, as expert_parallel.py does.
+    Ranks that make the same calls send the same messages in the same order.
 
     The first call has this thread's dispatch modes, device and stream, but not its no_grad,
     autocast or torch.device. On a GPU the second must not run a backward: autograd has one thread
@@ -107,7 +107,7 @@ class Turns:
         self.waits = self.switches = 0  # calls of turn(), and those that let the other call go on
 
     def turn(self):
-        """Call it before each wait for a message."""
+        """Call it before each wait for a message. Outside of overlap() it does nothing."""
         self.waits += 1
         if self.pair is not None and self.pair.turn():
             self.switches += 1
@@ -126,13 +126,13 @@ class Turns:
             if not thread.is_alive():
                 self.pair = None
         if pair.errors:
-            error, pair.errors = pair.errors[0], [None]  # or its frames' tensors would stay
+            error, pair.errors = pair.errors[0], [None]  # still true, but keeps no tensors
             raise error
         return pair.results
 
 
 def in_this_context(call):
-    """`call`, to be run in another thread with what torch keeps for each thread on its own."""
+    """`call`, for another thread: with those settings of this one that torch keeps per thread."""
     modes = _get_current_dispatch_mode_stack()  # FLOP counters, fake tensors
     threads = torch.get_num_threads()
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
