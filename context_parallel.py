@@ -10,15 +10,15 @@ ranks queries stay, and keys and values travel. kv2 are those of rank 2:
     rank 3    kv3   kv2   kv1   kv0
 
 In each step a rank computes one tile of attention: its queries with one rank's keys. Meanwhile the
-next keys travel. Rescaled, the tiles add up to exact attention. It is causal: with consecutive
-tokens the last rank would have the most work. So each holds an early and a late chunk, a zigzag:
+next keys travel. Rescaled, the tiles add up to exact attention. Queries see no later keys: with
+consecutive tokens the last rank has the most work. So each has an early and a late chunk, a zigzag:
 
     chunk   0 1 2 3 4 5 6 7
     rank    0 1 2 3 3 2 1 0
 
-Sent per block: K and V make N - 1 hops in forward and again in backward. There dK and dV follow
-them, and make N hops, back to their owner; dQ stays on its rank. In all (4 r e + 2 a) B T C_kv
-bytes: r = (N-1)/N, B sequences of T tokens, C_kv the width of K, e bytes an element, a = max(e, 4).
+Sent per block: K and V make N - 1 hops in forward and again in backward. There dK and dV, float32
+at least, make N hops, back to their owner; dQ stays on its rank. In all (4 r e + 2 a) B T C_kv
+bytes: r = (N-1)/N, B sequences of T tokens, K's width C_kv, e bytes per element, a = max(e, 4).
 Backward: lse, the logarithm of a query's full softmax denominator, is kept. So e^(score - lse) are
 any tile's final probabilities. Weights' gradients are summed: a rank's loss is of its own tokens.
 Not for short sequences, where messages take longer than tiles (docs/learn/long-sequences.md).
@@ -46,7 +46,7 @@ from torch.autograd.function import once_differentiable  # refuses a gradient of
 @torch.no_grad()
 def plain_ring_attention(q, k, v, group):
     """Causal attention of this rank's queries to all keys. q, k and v (B, H, T', D) are of T'
-    consecutive tokens, rank 0's first. The sums have q's dtype: take float32."""
+    consecutive tokens, rank 0's first. Sums are in q's dtype: give it float32."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     out, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -math.inf)
     kv = torch.stack((k, v))
@@ -57,7 +57,7 @@ def plain_ring_attention(q, k, v, group):
                 message.wait()
             kv = received
         if step > rank:
-            continue  # they are of later tokens
+            continue  # the keys are of later tokens
         scores = q @ kv[0].transpose(-1, -2) / math.sqrt(q.shape[-1])  # (B, H, T', T')
         if step == 0:  # the same tokens: a query must not see later keys
             scores += torch.full_like(scores[0, 0], -math.inf).triu(1)
@@ -207,7 +207,7 @@ def tile_gradients(grad, q, kv, out, lse, tile):
 class RingAttention(torch.autograd.Function):
     """q (B, H, T', D), k and v (B, H_kv, T', D) of this rank's T' tokens -> attention to all ranks'
     keys (B, H, T', D). In backward keys and values travel again, and with them the sums of their
-    gradients. buffers: what kv and dkv travel in, with documents two DirectBuffers."""
+    gradients. buffers: the classes that pass on kv and dkv, with documents two DirectBuffers."""
 
     @staticmethod
     def forward(ctx, q, k, v, group, tiles, buffers=(DoubleBuffer, DoubleBuffer)):
@@ -223,36 +223,36 @@ class RingAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         rank, kv = dist.get_rank(ctx.group), torch.stack((k, v))
         dq, dkv = (torch.zeros_like(t, dtype=lse.dtype) for t in (q, kv))
-        kv_buffer, dkv = (buffer(t, ctx.group) for buffer, t in zip(ctx.buffers, (kv, dkv)))
+        kv_buffer, dkv_buffer = (make(t, ctx.group) for make, t in zip(ctx.buffers, (kv, dkv)))
         for source, kv_source in around_the_ring(kv_buffer):
             dkv_tiles = []
             for tile in ctx.tiles[source]:
                 dq_tile, *dkv_tile = tile_gradients(grad, q, kv_source, out, lse, tile)
                 dq[tile.rows, :, tile.queries] += dq_tile
                 dkv_tiles.append(torch.stack(dkv_tile))
-            # dkv travels one step behind kv, as each rank adds its tiles before it sends it on. So
-            # it has travelled while these tiles were computed
-            if source != rank:  # in the first step they are this rank's own zeros
-                dkv.receive()
+            # dkv travels one step behind kv: a rank adds its tiles before it sends dkv on. What is
+            # received here has travelled while these tiles were computed
+            if source != rank:  # in the first step dkv is this rank's own, zeros
+                dkv_buffer.receive()
             for tile, dkv_tile in zip(ctx.tiles[source], dkv_tiles):
-                dkv.tensor[:, tile.rows, :, tile.keys] += dkv_tile
-            dkv.send()
-        dkv.receive()  # after n hops a rank has the sums for its own keys
-        return dq.to(q.dtype), *dkv.tensor.to(k.dtype), None, None, None
+                dkv_buffer.tensor[:, tile.rows, :, tile.keys] += dkv_tile
+            dkv_buffer.send()
+        dkv_buffer.receive()  # after n hops a rank has the sums for its own keys
+        return dq.to(q.dtype), *dkv_buffer.tensor.to(k.dtype), None, None, None
 
 
 # --- chunks: who holds which tokens, and so which tiles there are
 
 
 def deal_chunks(length, n, zigzag=True, multiple=1, starts=None):
-    """(tokens of a chunk, [the numbers of a rank's chunks for each rank]) in a ring of n ranks: two
-    chunks a rank in a zigzag, else one. multiple: pad chunks to a multiple of this, for ranks that
+    """(tokens per chunk, for each rank the list of its chunks' numbers) in a ring of n ranks: two
+    chunks per rank in a zigzag, else one. multiple: pad chunks to a multiple of it, for ranks that
     share a ring's tokens (Ulysses, below). starts (B, T): where each token's document starts."""
-    each = chunks_of_rank(zigzag, starts)
-    size = math.ceil(length / (n * each * multiple)) * multiple
+    per_rank = chunks_of_rank(zigzag, starts)
+    size = math.ceil(length / (n * per_rank * multiple)) * multiple
     if starts is None or not zigzag:
-        return size, [[rank, 2 * n - 1 - rank][:each] for rank in range(n)]
-    return size, deal_by_work(n, each, size, starts)
+        return size, [[rank, 2 * n - 1 - rank][:per_rank] for rank in range(n)]
+    return size, deal_by_work(n, per_rank, size, starts)
 
 
 def chunks_of_rank(zigzag, starts=None):
@@ -262,13 +262,13 @@ def chunks_of_rank(zigzag, starts=None):
 
 
 def held_positions(length, rank, n, zigzag=True, multiple=1, starts=None):
-    """The positions of a sequence that a rank of a ring of n holds, (T',) int64, as many on each
-    rank. From `length` on they are padding. The other arguments are those of deal_chunks."""
+    """The positions in a sequence of the tokens that a rank of a ring of n holds, (T',) int64.
+    Those from `length` on are padding. The other arguments are those of deal_chunks."""
     size, chunks = deal_chunks(length, n, zigzag, multiple, starts)
     return (torch.tensor(chunks[rank]).unsqueeze(1) * size + torch.arange(size)).flatten()
 
 
-@functools.lru_cache(maxsize=32)  # for all layers. By starts' identity: never change it in place
+@functools.lru_cache(maxsize=32)  # for all layers. starts is hashed by identity: never change it
 def ring_tiles(rank, n, length, zigzag=True, starts=None):
     """For each rank of the ring, the tiles of this rank's queries with its keys."""
     size, chunks = deal_chunks(length, n, zigzag, starts=starts)
@@ -281,9 +281,9 @@ def ring_tiles(rank, n, length, zigzag=True, starts=None):
 def find_tiles(own, others, size, borders):
     """The tiles of the queries in the chunks `own` with the keys in the chunks `others`.
 
-    A query sees its document's keys up to its own. In the order of time a zigzag's ranks a < b hold
-    the chunks a b b a. So b's queries see a's early chunk, half of its keys, and of a's queries
-    only the late chunk sees b's keys, all of them."""
+    A query sees its document's keys up to its own. Of two ranks a < b a zigzag gives a the first
+    and the last of their four chunks, b the two between. So all of b's queries see half of a's
+    keys, its early chunk, and half of a's queries, its late chunk, see all of b's keys."""
 
     def before(chunks, position):
         """How many tokens of these chunks come before a position."""
@@ -323,16 +323,16 @@ def shard_sequence(x, held, fill=0):
 # --- documents: other chunks, and keys go straight to the ranks that use them
 
 
-def deal_by_work(n, each, size, starts):
-    """Each rank's chunks, as many as `each`. A chunk's work is its pairs of a query and a key. The
-    heaviest chunk is dealt out first, to the rank with the least work that has room. Of one
-    document and two chunks a rank this makes the zigzag."""
+def deal_by_work(n, per_rank, size, starts):
+    """`per_rank` chunks for each rank. A chunk's work is its pairs of a query and a key. The
+    heaviest chunk is dealt out first, to the rank with the least work that has room. With one
+    document and two chunks per rank this makes the zigzag."""
     pairs = (torch.arange(starts.shape[1]) + 1 - starts).sum(0)  # of each query, in all rows
-    pairs = nn.functional.pad(pairs, (0, n * each * size - len(pairs)))
+    pairs = nn.functional.pad(pairs, (0, n * per_rank * size - len(pairs)))
     of_chunk = pairs.view(-1, size).sum(1)
     held, load = [[] for _ in range(n)], [0] * n
     for chunk in of_chunk.argsort(descending=True, stable=True).tolist():
-        rank = min((r for r in range(n) if len(held[r]) < each), key=load.__getitem__)
+        rank = min((r for r in range(n) if len(held[r]) < per_rank), key=load.__getitem__)
         held[rank].append(chunk)
         load[rank] += of_chunk[chunk].item()
     return [sorted(chunks) for chunks in held]
@@ -340,8 +340,8 @@ def deal_by_work(n, each, size, starts):
 
 class DirectBuffer:
     """In place of a DoubleBuffer. In step s a rank sends its own keys straight to the rank s after
-    it, but only those that the tiles there use. home=True: their gradients, which go the same way
-    back and are added to the owner's. used: see used_keys."""
+    it, but only those that the tiles there use. home=True: for their gradients, which go back the
+    same way and are added up at the owner's. used: what used_keys returns."""
 
     def __init__(self, tensor, group, used, home):
         self.tensor = self.own = tensor
@@ -438,12 +438,12 @@ class Ring(GroupModule):
     def forward(self, q, k, v, starts=None):
         check_qkv(q, k, v)
         check_chunks(q, self, starts)
-        where = self.rank, self.n, self.n * q.shape[2], self.zigzag, starts
+        layout = self.rank, self.n, self.n * q.shape[2], self.zigzag, starts
         if starts is None:
-            return self.attention.apply(q, k, v, self.group, ring_tiles(*where))
-        used = used_keys(*where, q.device)
+            return self.attention.apply(q, k, v, self.group, ring_tiles(*layout))
+        used = used_keys(*layout, q.device)
         buffers = [functools.partial(DirectBuffer, used=used, home=home) for home in (False, True)]
-        return RingAttention.apply(q, k, v, self.group, ring_tiles(*where), buffers)
+        return RingAttention.apply(q, k, v, self.group, ring_tiles(*layout), buffers)
 
 
 # --- gather: all keys and values at once (Llama 3, arXiv:2407.21783, section 3.3.2)
@@ -453,7 +453,7 @@ all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_ga
 
 
 class GatheredAttention(torch.autograd.Function):
-    """The same tiles, with all ranks' keys and values in memory from forward to backward."""
+    """The ring's tiles, with all ranks' keys and values in memory from forward to backward."""
 
     @staticmethod
     def forward(ctx, q, k, v, group, tiles):
@@ -611,9 +611,9 @@ def check_qkv(q, k, v):
 
 
 def check_chunks(q, ring, starts):
-    each = chunks_of_rank(ring.zigzag, starts)
-    if q.shape[2] % each and ring.n > 1:
-        chunks = f"a rank holds {each} equal chunks, not {q.shape[2]} tokens"
+    per_rank = chunks_of_rank(ring.zigzag, starts)
+    if q.shape[2] % per_rank and ring.n > 1:
+        chunks = f"a rank holds {per_rank} equal chunks, not {q.shape[2]} tokens"
         raise ValueError(f"{chunks}: cut sequences by positions(), or give zigzag=False")
 
 
