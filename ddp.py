@@ -15,7 +15,7 @@ Sent      The gradients, once a step. Each of N ranks in a ring all-reduce sends
 Backward  The model's own: the gradient of a sum is the sum of the gradients. A rank's loss is the
           sum over its tokens, divided by the number of tokens in the whole batch, so the ranks'
           gradients add up to the batch's. A rank may have more rows than another. torch's DDP
-          averages instead: its losses, means over a rank's rows, would be N times too large here.
+          averages instead: a loss for it, the mean over a rank's rows, is N times too large here.
 Limits    Parameters, gradients and AdamW's two moments, 4 P e bytes, must fit on one rank. Else
           zero.py is the next step. docs/learn/data-parallelism.md has the rest.
 
@@ -72,9 +72,9 @@ class Bucket:
 
 
 def group_parameters(parameters, bucket_bytes, kind_of):
-    """Lists of parameters of one kind, at most bucket_bytes each (a larger parameter gets its own),
-    from the last parameter to the first: backward begins with the last layers. Lists of several
-    kinds interleave: they are sorted by their last member, which completes them."""
+    """Lists of parameters of one kind, at most bucket_bytes each (a larger parameter has a list of
+    its own), from the last parameter to the first, as in backward. With several kinds some lists
+    fill at the same time: they are sorted by their last member, which completes them."""
     order = {p: i for i, p in enumerate(reversed(list(parameters)))}
     lists, newest = [], {}  # newest: {kind: its last list}
     for p in order:
@@ -107,7 +107,7 @@ class DDP:
     def __init__(
         self, parameters, group, microbatches=1, bucket_bytes=25e6, overlap=True, all_reduce=None
     ):
-        # How often each is listed: a tied matrix in a pipeline twice, as it gets two gradients
+        # How often each is listed. In a pipeline a tied matrix may be twice: it gets two gradients
         listed = Counter(parameters)
         trained = [p for p in listed if p.requires_grad]
         if not trained:
@@ -145,7 +145,7 @@ class DDP:
     def finish(self):
         """After the last backward of a step: p.grad becomes the gradient of the whole batch."""
         record_call(self, "finish()", not_after=["finish()", "unfinished backward()"])
-        self.started_in_backward = len(self.works)  # buckets
+        self.started_in_backward = len(self.works)  # how many buckets: only reported
         self._reduce_rest()
         for bucket in self.buckets:
             for group in bucket.further_groups:  # rarely any: not overlapped
@@ -176,7 +176,7 @@ class DDP:
 def groups_of(p, group):
     """The groups over which p.grad is summed, one after the other: `group` alone, unless another
     kind of parallelism has set p.placement. Its "data", the ranks with copies of p, takes the place
-    of `group`. Its "partial" are further groups, on whose ranks p.grad is a part of the sum."""
+    of `group`. Its "partial" lists further groups: each of their ranks has a part of the sum."""
     placement = getattr(p, "placement", {})
     return (placement.get("data") or group, *placement.get("partial", ()))
 
@@ -220,7 +220,7 @@ def check_gradient(sync, bucket):
 
 def join_after_exception(sync):
     """Other ranks may have started more buckets in backward (with overlap=False none), and wait for
-    this one. It joins with NaN: a rank that doesn't give up can't train on incomplete sums."""
+    this rank. It joins with NaN, so no rank that goes on can train on incomplete sums."""
     if sync.overlap:
         for bucket in sync.buckets[len(sync.works) :]:
             bucket.flat.fill_(torch.nan)

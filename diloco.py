@@ -15,7 +15,7 @@ Backward  The outer gradient is no derivative: it points back along the path. Wi
 Sent      Every H steps each island sends its outer gradient, P b / 8 bytes with P parameters of b
           bits, to each of the N-1 others: in float32 N / (2 H) of what ddp.py sends. To send less:
 
-          --stream N        N parts of the model take turns: the largest message falls by N
+          --stream K        K parts of the model take turns: the largest message is 1/K as large
           --stream-delay D  a message travels while D more inner steps run; the outer weights are
                             then mixed half and half with the island's own
           --outer-bits B    16: bfloat16; 8, 4: integers, in blocks with a scale. What rounding
@@ -50,8 +50,8 @@ def outer_step(parameters, old, outer, group):
                 outer_step(model.parameters(), old, outer, group)
 
     Not checked: that the islands start equal, and count their steps alike. The class DiLoCo, below,
-    checks both. It gathers all islands' messages in the place of the all-reduce, because numbers of
-    4 bits can't be added up on their way."""
+    checks both. It gathers all islands' messages instead of the all-reduce, which can't add up
+    numbers of 4 bits on their way."""
     pairs = list(zip(old, parameters))
     for old_p, p in pairs:
         old_p.grad = old_p - p.detach()
@@ -74,14 +74,14 @@ class DiLoCo:
             cross_entropy(model(x), y).backward()
             optimizer.step()
             diloco.step()                            # after each step of the optimizer
-        diloco.finish()                              # at the end, and all islands are equal
+        diloco.finish()                              # at the end: all islands are equal
 
     model   a module, or parameters. All islands start with equal weights
     group   a rank of each island
     parts, delay, bits   --stream, --stream-delay and --outer-bits of the top
 
-    An island that leaves out an optimizer.step() calls step() as well. It may be trained by any
-    other technique: docs/use/two-techniques.md."""
+    An island that skips an optimizer.step() still calls step(). It may be trained by any other
+    technique: docs/use/two-techniques.md."""
 
     def __init__(
         self, model, group, every, outer_lr=0.7, outer_momentum=0.9, parts=1, delay=0, bits=None
@@ -111,12 +111,12 @@ class DiLoCo:
         return bool(due)
 
     def exchange(self, message):
-        """Send a message, bytes, to all islands. Returns a function that waits for all messages, in
-        the same order on all islands. Replace it in a subclass to send by other means."""
+        """Send a message, bytes, to all islands. Returns a function that waits for all messages
+        and returns them, in one order on all islands. A subclass may send by other means."""
         received = [torch.empty_like(message) for _ in range(dist.get_world_size(self.group))]
         work = dist.all_gather(received, message, group=self.group, async_op=True)
 
-        def receive(message=message):  # a default: keeps the message's memory until it is sent
+        def receive(message=message):  # the default keeps its memory until it is sent
             work.wait()
             return received
 
@@ -154,7 +154,7 @@ class DiLoCo:
             if self.steps > part.sent_at:  # moved since
                 self._send(part)
                 self._apply(part)
-            part.restart()  # drop what a late step kept
+            part.restart()  # to the outer weights: with a delay _apply mixes in the island's own
 
 
 # --- a part of the model
@@ -180,7 +180,7 @@ class Part:
 
     def movement(self):
         """Old weights - new weights."""
-        # restart() rounded old to p's dtype: measured from there, rounding is no movement
+        # restart() gave p the old weights in its dtype: measured from these, rounding is none
         moved = [old.to(p.dtype).to(old) - p.detach().to(old) for p, old in self.pieces()]
         return torch.cat([m.flatten() for m in moved])
 
@@ -221,11 +221,11 @@ def encode(x, bits):
         return x.view(torch.uint8)
     if bits == 16:
         return x.bfloat16().view(torch.uint8)
-    most = 2 ** (bits - 1) - 1  # 127 or 7
+    largest = 2 ** (bits - 1) - 1  # 127 or 7
     blocks = nn.functional.pad(x, (0, -len(x) % BLOCK)).view(-1, BLOCK)
-    scales = (blocks.abs().amax(1, keepdim=True) / most).float()
+    scales = (blocks.abs().amax(1, keepdim=True) / largest).float()
     divisors = torch.where(scales == 0, 1, scales)  # no 0 / 0. A NaN survives in the scale
-    numbers = (blocks / divisors).round().clamp(-most, most).to(torch.int8).flatten()
+    numbers = (blocks / divisors).round().clamp(-largest, largest).to(torch.int8).flatten()
     if bits == 4:
         low, high = numbers.view(-1, 2).add(8).unbind(1)  # 1 to 15
         numbers = low + 16 * high
@@ -305,7 +305,7 @@ def demo(run):
             part = model(tokens, targets=targets, target_count=target_count, sample_ids=samples)
             part.backward()
             loss += part.detach()
-        norm = harness.grad_norm(parameters)  # of this island alone, as loss and clipping
+        norm = harness.grad_norm(parameters)  # of this island alone, like loss and clipping
         run.check(loss, norm, model.named)
         harness.clip(parameters, norm, args.grad_clip)
         optimizer.step()

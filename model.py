@@ -43,7 +43,7 @@ class Config:
     width: int = 128  # C
     hidden: int = 512  # inner width of the MLP, or of each expert
     context: int = 128  # the longest sequence
-    vocab: int = 257  # bytes, and a mark between documents
+    vocab: int = 257  # 256 bytes, and a mark between documents
     positions: Literal["learned", "rope"] = "learned"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     mlp: Literal["gelu", "swiglu"] = "gelu"
@@ -55,7 +55,7 @@ class Config:
     norm_eps: float = 1e-5
     experts: int = 0  # 0: a plain MLP in every block
     top_k: int = 2  # experts per token
-    shared: int = 0  # every token also passes an MLP that is as wide as so many experts
+    shared: int = 0  # every token also goes through an MLP as wide as this many experts
     scores: Literal["softmax", "sigmoid"] = "softmax"  # of the logits; DeepSeek-V3: sigmoid
     # A token's k weights sum to 1 (Mixtral). Not with OLMoE; nor with k = 1 (Switch), where a
     # weight that is always 1 would give the router no gradient
@@ -69,9 +69,9 @@ class Config:
 
 
 class Attention(nn.Module):
-    """Causal self-attention, x (B, T, C) -> (B, T, C). One matrix makes q, k and v. Its rows lie by
-    key/value head, q..q k v | q..q k v | ..., so a cut into t equal parts leaves whole heads if t
-    divides the number of key/value heads."""
+    """Causal self-attention, x (B, T, C) -> (B, T, C). One matrix makes q, k and v. Its rows are
+    ordered by key/value head, q..q k v | q..q k v | ...: a cut into t equal parts leaves whole
+    heads if t divides the number of key/value heads."""
 
     def __init__(self, config):
         super().__init__()
@@ -80,14 +80,14 @@ class Attention(nn.Module):
         self.enter = nn.Identity()  # in a layer that is cut: sums x's gradient, or gathers x
         rows = (config.heads + 2 * config.kv_heads) * self.head_dim
         self.qkv = nn.Linear(config.width, rows, bias=config.bias is not False)
-        self.qkv.weight.matrix_rows = self.head_dim  # each head is a matrix of its own: see muon.py
+        self.qkv.weight.matrix_rows = self.head_dim  # to Muon each head is a matrix: muon.py
         self.core = AttentionCore()
         self.proj = nn.Linear(config.width, config.width, bias=config.bias is True)
 
     def forward(self, x, rope=None, starts=None):
         return self.attend(self.qkv(self.enter(x)), rope, starts)
 
-    def attend(self, qkv, rope, starts=None):  # apart: recomputation keeps qkv (harness/blocks.py)
+    def attend(self, qkv, rope, starts=None):  # its own method: recomputation keeps qkv
         groups = qkv.unflatten(-1, (-1, self.queries_per_kv + 2, self.head_dim))
         # q (B, T, H_kv, H/H_kv, D), k and v (B, T, H_kv, 1, D)
         q, k, v = groups.split((self.queries_per_kv, 1, 1), dim=-2)
@@ -127,7 +127,7 @@ class MLP(nn.Module):
         gate = None if self.gate is None else self.gate(x)
         return self.finish(self.up(x), gate)
 
-    def finish(self, up, gate=None):  # apart: recomputation wraps it
+    def finish(self, up, gate=None):  # its own method: recomputation wraps it
         return self.down(activate(up, gate))
 
 
@@ -163,7 +163,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleDict({str(i): Block(config, i) for i in range(config.layers)})
         self.head = Head(config)
         self.loss = CrossEntropy()
-        self.run_block = operator.call  # f(*args). Recomputation replaces it: harness/blocks.py
+        self.run_block = operator.call  # a plain call. Recomputation replaces it: harness/blocks.py
         if config.tied:
             self.head.out.weight = self.embed.token.weight
         for name, p in self.named_parameters():
@@ -269,7 +269,7 @@ def causal_attention(q, k, v):
 def attend_to_documents(q, k, v, starts):
     """Attention within each document. The causal kernel runs once per document, instead of once
     with a mask that throws most pairs away. FlashAttention (CUDA, 16 bits) does all in one run."""
-    # Padding after the last document is a document, too
+    # A sequence may be padded at its end (trainer/layout.py). The padding is a document, too
     starts = F.pad(starts, (0, q.shape[2] - starts.shape[1]), value=starts.shape[1])  # (B, T)
     edges = (starts == torch.arange(q.shape[2])).flatten().nonzero().flatten().tolist()
     edges.append(starts.numel())  # document i of the batch: its tokens edges[i] to edges[i + 1]
@@ -339,7 +339,7 @@ class MoE(nn.Module):
             self.shared = MLP(replace(config, hidden=config.shared * config.hidden))
 
     def forward(self, x, target_count=None):
-        shared = []  # the shared MLP's result, once the dispatch has called:
+        shared = []  # gets the shared MLP's result when the dispatch calls run_shared
 
         def run_shared():
             if self.shared is not None:
@@ -357,11 +357,11 @@ class Router(nn.Linear):
     """Chooses experts: x (B, T, C) -> weights (B, T, k), the experts' numbers (B, T, k). Of equal
     scores the lower number wins. Three fields of the config keep the load even, or logits small:
 
-    balance_loss  factor of E sum_e f_e P_e, which is 1 for an even load. Of a sequence f_e is the
-                  share of assignments that go to expert e, P_e the mean score of e (DeepSeek-V3)
+    balance_loss  factor of E sum_e f_e P_e, which is 1 for an even load. In a sequence, f_e is the
+                  share of assignments that go to expert e, P_e its mean score (DeepSeek-V3)
     z_loss        factor of the mean of logsumexp(logits)^2 (Zoph et al. 2022, arXiv:2202.08906)
-    bias_rate     a step of `choice_bias`, which is added to the scores for the choice only: up
-                  where `load`, the assignments, is low (Wang et al. 2024, arXiv:2408.15664)
+    bias_rate     step of `choice_bias`, which is added to the scores for the choice only. It goes
+                  up where `load`, the assignments, is low (Wang et al. 2024, arXiv:2408.15664)
 
     The two losses affect gradients, not the reported loss. Like cross-entropy they are sums over
     tokens, divided by target_count, so those of a batch's pieces add up."""
@@ -388,7 +388,7 @@ class Router(nn.Linear):
         return weights.to(x.dtype), chosen
 
     def regulate(self, weights, chosen, scores, logits, target_count):
-        """Returns the weights. Their backward also counts the load, and starts the losses' own."""
+        """Return the weights. Their backward also counts the load, and runs that of the losses."""
         c = self.config
         assigned = scores.new_zeros(len(scores), c.experts)  # (B, E)
         assigned.scatter_add_(1, chosen.flatten(1), torch.ones_like(weights).flatten(1))
@@ -470,7 +470,7 @@ class Experts(nn.Module):
         up = grouped_linear(rows, self.up, ends)
         return self.finish(up, gate, ends)
 
-    def finish(self, up, gate, ends):  # apart: recomputation wraps it
+    def finish(self, up, gate, ends):  # its own method: recomputation wraps it
         return grouped_linear(activate(up, gate), self.down, ends)
 
 
@@ -559,7 +559,7 @@ class Dropout(nn.Module):
         if drop_key is None:
             return x
         channel = torch.arange(x.shape[-1], device=x.device) + (self.site << 32)
-        # The rest of MurmurHash3's finaliser, in place: each operation reads and writes all of h.
+        # The rest of MurmurHash3's finaliser, in place: no operation allocates another (B, T, C).
         # Its constants are signed numbers, as in hash64
         h = (drop_key.unsqueeze(-1) ^ hash32(channel)).mul_(-0x7A143595)  # (B, T, C)
         h ^= (h >> 13).bitwise_and_(0x7FFFF)
@@ -572,7 +572,7 @@ class Dropout(nn.Module):
 
 def hash32(x):
     """The lower half of hash64, after the first step of MurmurHash3's finaliser. Dropout combines
-    two hashes by xor. This step may come before: the step of a xor is the xor of the steps."""
+    two hashes by xor, and the step of a xor is the xor of the steps: so it may come before."""
     h = hash64(x).to(torch.int32)
     return h ^ (h >> 16 & 0xFFFF)
 

@@ -1,21 +1,21 @@
 """Parameter servers: they hold the weights. Workers pull weights, compute a gradient and push it.
 
-    synchronous                              asynchronous, of staleness 1 at most
+    synchronous                              asynchronous, with a staleness of at most 1
     worker 0  pull  compute  push            worker 1  pull  compute           push  pull ...
     worker 1  pull  compute  push            worker 2  pull  compute  push  (waits)  pull ...
     server            adds up, one step      server                   step     step
 
 Synchronous   The server adds up the gradients of all ranks and takes one step. This is the same run
               as on one process. All ranks wait for the slowest.
-Asynchronous  The server takes a step with each gradient, as soon as it comes. By then the weights
-              that the gradient is of may be some steps old: that number is its staleness. So this
-              is another run than on one process, and another one each time. To keep staleness
-              within a bound, the server lets a worker wait for its weights.
+Asynchronous  The server takes a step with each gradient, as soon as it comes. Since that worker
+              pulled, others may have caused some steps: their number is the gradient's staleness.
+              So the run differs from that of one process, and from one time to the next. To keep
+              staleness within a bound, the server makes workers wait for weights.
 Sent          A worker pushes P e bytes of gradients and pulls as many of weights, with P parameters
               of e bytes. The server sends (N-1) P e per step to the other N-1 ranks, or P e if
               asynchronous. If every rank served 1/N of the weights, this would be ZeRO stage 1.
-Limits        A rank of ddp.py's all-reduce sends 2 (N-1)/N P e, no rank is a bottleneck, no
-              gradient is stale: take that for dense models on equal devices. The asynchronous
+Limits        In ddp.py's all-reduce a rank sends 2 (N-1)/N P e, no rank is a bottleneck, no
+              gradient is stale: take it for dense models on equal devices. The asynchronous
               server needs gloo, and weights on the CPU: nccl can't receive from whoever is first.
 
     torchrun --nproc_per_node=4 parameter_server.py
@@ -77,7 +77,7 @@ def pull(parameters, group):
         dist.send(weights, group=group, group_dst=worker)
 
 
-def flatten(tensors):
+def flatten(tensors):  # cat takes the widest of their dtypes
     return torch.cat([t.detach().flatten() for t in tensors])
 
 
@@ -108,16 +108,16 @@ def serve(parameters, group, steps, bound):
                     loss.backward()
                 push(parameters, group)
 
-    steps: how many gradients in all. The workers have equally many batches, or the first ones one
-    more. bound: the largest staleness of a gradient."""
+    steps: how many gradients in all. The workers have equally many batches, or the first workers
+    one more. bound: the largest staleness. After the loops pull() gives all the last weights."""
     parameters = [p for p in parameters if p.requires_grad]
     workers = range(1, dist.get_world_size(group))
     batches_left = Counter(workers[step % len(workers)] for step in range(steps))
     waiting = list(batches_left)  # workers that want weights
-    pulled_at, sends = {}, {}  # of workers that compute: the step of their weights; the message
+    pulled_at, sends = {}, {}  # of workers that compute: the step of their weights; the send
     for step in range(steps):
         while waiting:
-            # Suppose one more worker starts, and all push before the one with the oldest weights
+            # At worst, with one more worker, all push before the one with the oldest weights
             oldest = min(pulled_at.values(), default=step)
             if step - oldest + len(pulled_at) > bound:
                 break
@@ -204,7 +204,7 @@ def asynchronous(run, model, parameters, optimizer):
 
 
 def backward(run, model, micro_batches):
-    """Add to p.grad. Returns the loss: the sum over the tokens, by the number of the batch's."""
+    """Add to p.grad. Return the loss: the sum over these tokens / the number in the batch."""
     loss = run.zero()
     for tokens, targets, samples in micro_batches:
         part = model(tokens, targets=targets, target_count=run.target_count, sample_ids=samples)

@@ -1,4 +1,4 @@
-"""Train a GPT in any layout: five kinds of parallelism from flags, the same curve in all of them.
+"""Train a GPT in any layout: five kinds of parallelism from flags, the same loss curve in all.
 
 The order of the ranks: tp innermost, so that tensor parallelism stays inside a node; then cp, dp,
 and pp outermost. Here dp 2, tp 2, pp 2 on 8 ranks:
@@ -14,8 +14,8 @@ and pp outermost. Here dp 2, tp 2, pp 2 on 8 ranks:
 
 cp splits each sequence over ranks that hold the same weights, so data-parallel groups have dp x cp
 ranks. ep takes no ranks of its own: the experts are dealt out over ep of these dp x cp ranks, and
-each expert has dp x cp / ep copies. With --fold-experts ep is a part of dp x cp x tp, and a rank's
-experts are whole. --islands N is outside all: N such meshes, which average their weights rarely
+each expert has dp x cp / ep copies. With --fold-experts ep is a part of dp x cp x tp, and tp does
+not cut experts. --islands N is outside all: N such meshes, which average their weights rarely
 (trainer/islands.py).
 
 Batch, loss and gradient norm are global: --batch counts the sequences of all ranks, the loss is the
@@ -98,7 +98,7 @@ def mesh(args, schedule, config):
     ranks = torch.arange(math.prod(size)).view(size)
     dp = ranks.flatten(2, 3).transpose(2, 3)  # (islands, pp, tp, dp cp)
     cp = ranks.transpose(3, 4).unflatten(4, cp_shape(args))  # (islands, pp, dp, tp, ring, ulysses)
-    experts = ranks.flatten(2) if args.fold_experts else dp  # consecutive ranks, with tp's or not
+    experts = ranks.flatten(2) if args.fold_experts else dp  # with tp's ranks, or without
     experts = experts.unflatten(-1, (-1, args.ep))  # (islands, pp, perhaps tp, copies, ep)
     copies = experts.transpose(-1, -2)
     pp = ranks.flatten(2).transpose(1, 2)  # (islands, dp cp tp, pp)
@@ -136,7 +136,7 @@ def mesh(args, schedule, config):
 def build(run, schedule, groups, turns):
     """This rank's stages of the model, cut on the meta device: no memory, no weights yet.
 
-    turns: lets a forward run beside a backward (dualpipe.py), one at a time."""
+    turns: lets a forward and a backward, in two threads, take turns (dualpipe.py)."""
     args, tp, cp = run.args, groups["tp"], groups["cp"]
     stages = schedule.stages(dist.get_rank(groups["pp"]))
     layers = receipts.pipeline.stage_layers(run.config, schedule.last + 1)
@@ -180,18 +180,18 @@ def data_parallel(run, model, groups):
 
     if args.optimizer == "muon":
         run.fill(model, draw)
-        # The one process of --prove takes its steps with this one
+        # The one process of --prove steps with this optimizer, which splits nothing
         run.make_optimizer = receipts.muon.one_process(muon.PlainMuon)
         matrices = receipts.muon.matrices_of(model)
         return muon.Muon(model, dp, matrices, args.lr, args.weight_decay, args.microbatches, stages)
 
-    # ZeRO keeps masters, the weights in --dtype: mixed precision takes it, even at stage 0
+    # Mixed precision needs ZeRO even at stage 0: it keeps master weights, in --dtype
     one_dtype = args.dtype == args.param_dtype == args.reduce_dtype
     if args.zero == 0 and one_dtype and not args.offload:
         run.fill(model, draw)
         all_reduce = functools.partial(harness.all_reduce, async_op=True)
         bucket_bytes = int(args.bucket_mb * 2**20)
-        # uses(): a matrix that two stages of this rank share is listed twice, like its gradients
+        # uses(): lists a matrix that two stages of this rank share twice. It gets two gradients
         sync = ddp.DDP(model.uses(), dp, args.microbatches, bucket_bytes, all_reduce=all_reduce)
         return DDPAndOptimizer(sync, harness.make_optimizer(model.parameters(), args))
 
@@ -234,7 +234,7 @@ class DDPAndOptimizer:
 
 def forward_backward(runner, batches):
     """Forward and backward of a step on this rank. Leaves the gradients of the whole batch, and
-    returns this rank's part of the loss: of its own tokens, if it has the last stage."""
+    returns this rank's part of the loss: of its own tokens, and 0 without the last stage."""
     runner.optimizer.zero_grad()
     with runner.expert_rows:  # counts for the receipt
         losses = runner.run_pipeline(runner.schedule, batches, runner.run.target_count)
@@ -267,7 +267,7 @@ def train(run, schedule=None):
     sampling.show_untrained(runner, first)
     # Sets the learning rate, counts a step's bytes for the receipt, compares with one process
     steps = tracking.profiled(run, run.steps(optimizer, first, averaging.reference))
-    # Whole over the replicas, with their gradients
+    # A function: the parameters that no replica splits, by name, with gradients
     full_weights = functools.partial(optimizer.gather_full, model.named())
     # --sp: the ranks of tp route different tokens, which all count in the experts' load
     sum_load = functools.partial(harness.sum_over, [dp, tp] if args.sp else [dp])
@@ -301,7 +301,7 @@ def train(run, schedule=None):
 
             # Between two steps
             write_row(run.history[-1])
-            if checkpoints.save_if_due(step + 1):  # a rank received a signal
+            if checkpoints.save_if_due(step + 1):  # and a rank received a signal to stop
                 return 0
             if validation.due(args, step):
                 val_loss = validation.validate(run, runner, [dp, pp])

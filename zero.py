@@ -510,9 +510,9 @@ def start_shard_sum(shard, full, group):
 
 
 def group_parameters(parameters, bucket_bytes, kind_of):
-    """Lists of parameters of one kind, at most bucket_bytes each (a larger parameter gets its own),
-    from the last parameter to the first: backward begins with the last layers. Lists of several
-    kinds interleave: they are sorted by their last member, which completes them."""
+    """Lists of parameters of one kind, at most bucket_bytes each (a larger parameter has a list of
+    its own), from the last parameter to the first, as in backward. With several kinds some lists
+    fill at the same time: they are sorted by their last member, which completes them."""
     order = {p: i for i, p in enumerate(reversed(list(parameters)))}
     lists, newest = [], {}  # newest: {kind: its last list}
     for p in order:
