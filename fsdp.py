@@ -49,9 +49,9 @@ class PlainFSDP:
             optimizer.step()
             optimizer.zero_grad()
 
-    Before it all ranks have equal weights, in one dtype, on their device. Each parameter is in
-    exactly one unit (untie the head): in none it would never be summed, nor stepped on. A unit
-    returns one tensor, and each of its parameters gets a gradient in every backward pass."""
+    Before: all ranks have equal weights, in one dtype, on their device. Each parameter is in
+    exactly one unit (untie the head): outside of all, no one sums its gradient or steps on it. A
+    unit returns one tensor, and each of its parameters gets a gradient in every backward pass."""
 
     def __init__(self, module, group):
         self.group, self.parameters = group, list(module.parameters())
@@ -70,7 +70,7 @@ class PlainFSDP:
             p.register_post_accumulate_grad_hook(self.after_gradient)
         module.register_forward_pre_hook(self.gather)
         module.register_forward_hook(self.after_forward)
-        self.free()
+        self.free()  # the shard is a copy, and stays
 
     def flatten(self, tensors):
         return torch.cat([*(t.flatten() for t in tensors), self.padding])
@@ -86,7 +86,7 @@ class PlainFSDP:
         self.free()
         if output.requires_grad:
             self.grads_left = len(self.parameters)
-            output.register_hook(self.gather)  # when the gradient of the output is there
+            output.register_hook(self.gather)  # its gradient is there: the unit's backward begins
 
     def after_gradient(self, p):
         self.grads_left -= 1
@@ -112,7 +112,7 @@ class FSDP(ZeRO):
     """Trains `model` over `group`: a rank holds its shards, and the weights of two units at most.
 
         fsdp = FSDP(model, group, torch.optim.AdamW, microbatches=2)
-        for micro_batches, target_count in batches:    # the targets of all ranks in this step
+        for micro_batches, target_count in batches:    # the number of targets of all ranks
             fsdp.zero_grad()
             for x, y in micro_batches:                 # this rank's 2
                 loss = cross_entropy(model(x), y, reduction="sum") / target_count
@@ -138,7 +138,7 @@ class FSDP(ZeRO):
     ):
         self.reshard = reshard
         self.unit_in_backward = None  # the one whose backward is running
-        self.gathered_ahead = None  # the one that has weights because it is likely to run next
+        self.gathered_ahead = None  # the one whose weights come early: it is likely to run next
         self.units = []  # ZeRO.__init__ makes their buckets
         for stage, part in (options.get("pipeline_stages") or {None: model}).items():
             modules = default_units(part) if units is None else units
@@ -187,14 +187,14 @@ class FSDP(ZeRO):
 
     def _before_backward(self, unit, gradient):
         """The hook of each output: its gradient is there."""
-        if self.unit_in_backward is unit:  # by another output
+        if self.unit_in_backward is unit:  # another output's hook came first
             return
         if self.unit_in_backward is None:  # free the last unit when backward is over
             torch.autograd.Variable._execution_engine.queue_callback(self.release_all)
         else:
             # Autograd runs in the reverse order of forward: all that ran after this unit is done.
             # Reduce even if a gradient never came on this rank: all ranks must call collectives in
-            # one order. A tied matrix goes with its first unit
+            # one order. A tied matrix waits for its first unit, whose backward is last
             done = self.unit_in_backward
             done.release()
             self._reduce_full(complete=[b for b in done.buckets if b.place.units[0] is done])

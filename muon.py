@@ -5,14 +5,14 @@
     matrix B    g0 + g1 + g2 -->  rank 1: momentum -> Newton-Schulz -> step   --> new B
     embedding   g0 + g1 + g2 -->  ranks 0, 1 and 2: AdamW on a third each     --> new embedding
 
-Muon replaces a matrix's momentum U S V^T by about U V^T, in five Newton-Schulz steps, so that all
-directions move alike. The steps need whole matrices, not zero.py's shards: each rank owns some.
+Muon replaces a matrix's momentum U S V^T (its SVD) by about U V^T, so that all directions move
+alike. Five Newton-Schulz steps do it. They need whole matrices, not shards: each rank owns some.
 
 Split     Each of the layers' matrices goes to one rank, so that all have about equal work. All
           other parameters take AdamW, which works on any piece: each rank owns 1/N of each.
-Sent      2 r P e bytes on average, r = (N-1)/N, for P parameters of e bytes on N ranks: as ZeRO-1.
+Sent      On average 2 r P e bytes per rank, with P parameters of e bytes, N ranks, r = (N-1)/N.
           One reduce takes a matrix's gradient to its owner, one broadcast brings the new matrix to
-          all. AdamW's parameters have N owners, and so N reduces and N broadcasts.
+          all. AdamW's parameters have N owners: N reduces, N broadcasts. ZeRO-1 sends as much.
 Held      Weights and gradients whole, and 1/N of the states: one number per element of a matrix.
 Computed  20 m m n + 10 m m m FLOPs for a matrix of m x n, m <= n, once a step, on one rank.
 Backward  The model's own. A matrix is reduced as soon as its gradient is there.
@@ -107,7 +107,7 @@ def step_by_owner(plain_muon, group):
     for i, p in enumerate(matrices):
         dist.reduce(p.grad, group=group, group_dst=i % ranks)  # the sum, on its owner alone
         if i % ranks != rank:
-            p.grad = None  # somebody else's
+            p.grad = None  # another rank owns p: step() skips it here
     plain_muon.step()
     for i, p in enumerate(matrices):
         dist.broadcast(p.data, group=group, group_src=i % ranks)
@@ -121,7 +121,7 @@ class Muon:
 
         matrices = [p for p in model.blocks.parameters() if p.dim() > 1]
         muon = Muon(model, group, matrices, lr=1e-3, microbatches=2)
-        for micro_batches, target_count in batches:    # the targets of all ranks in this step
+        for micro_batches, target_count in batches:    # the number of targets of all ranks
             muon.zero_grad()                           # the model's would replace p.grad
             for x, y in micro_batches:                 # this rank's 2
                 loss = cross_entropy(model(x), y, reduction="sum") / target_count
@@ -159,7 +159,7 @@ class Muon:
             by_kind[kind] = [*by_kind.pop(kind, []), p]  # popped: a kind stands at its last member
         self.buckets = [OwnedBucket(ps, owners.get(ps[0]), group) for ps in by_kind.values()]
 
-        # 2  Hooks count the gradients. A tied matrix gets one from each stage that uses it
+        # 2  Hooks count the gradients. A tied matrix gets one from each pipeline stage that uses it
         modules = pipeline_stages.values() if pipeline_stages else [model]
         uses = Counter(p for module in modules for p in module.parameters())
         for bucket in self.buckets:
@@ -197,7 +197,7 @@ class Muon:
     # step()       AdamW on this rank's pieces, Muon on its matrices. Each is sent once it is done.
 
     def zero_grad(self):
-        """Start a step. After an exception on any rank all ranks call finish() before."""
+        """Start a step. After an exception on any rank, all ranks call finish() first."""
         check_addresses(self)
         check_finished(self)
         self.finished = False
@@ -415,16 +415,16 @@ def placed(p, key, default):
 
 
 def counted_buckets(muon, pipeline_group):
-    """Of each bucket: (the groups over which the norm adds up its parts, this rank's part of the
-    gradient). Of ranks with the same part the first counts it, the others get an empty one."""
+    """For each bucket: (the groups over which the norm sums, this rank's part of the gradient).
+    Of ranks with the same part the first counts it, the others nothing."""
     # Groups that cut some parameters replicate the others. (Experts have a data group of their own)
     cuts = [bucket.cut_groups for bucket in muon.buckets if bucket.group is muon.group]
     cut_groups = next(filter(None, cuts), ())
     for bucket in muon.buckets:
         groups = bucket.group, *(bucket.cut_groups or cut_groups)
-        outers = groups if pipeline_group is None else (*groups, pipeline_group)
+        norm_groups = groups if pipeline_group is None else (*groups, pipeline_group)
         # Ranks that have added up their gradients have the same part
-        replicated_over = [group for group in bucket.partial if is_within(group, outers)]
+        replicated_over = [group for group in bucket.partial if is_within(group, norm_groups)]
         if not bucket.cut_groups:
             replicated_over += cut_groups
         is_first = all(dist.get_rank(group) == 0 for group in replicated_over)

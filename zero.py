@@ -14,13 +14,13 @@ P parameters of e bytes on N ranks (drawn: 4), m micro-batches, r = (N-1)/N. Byt
 
 Split     Adam and SGD treat each element separately, so each rank can update 1/N of the
           elements: its shard.
-Sent      Gradients are reduce-scattered: a rank gets its shard of their sum. The new weights are
-          all-gathered. Both together are an all-reduce, so stage 1 sends what DDP sends.
+Sent      Gradients are reduce-scattered: a rank gets its shard of their sum. New weights are
+          all-gathered: a rank gets all shards. Each sends r P e, as each half of DDP's all-reduce.
 Backward  Autograd runs as usual. Hooks copy each gradient into its bucket, the last layer's first.
           A full bucket is reduce-scattered while backward continues. Stage 1 reduces in the last
           micro-batch only, stage 2 in each, and frees the bucket. step() waits, and updates shards.
-Use       Stage 1 sends no more than DDP. Nor does stage 2 with one micro-batch; with more, take it
-          where gradients don't fit. Neither goes with Muon, which needs whole matrices.
+Use       Stage 1 rather than 0: it sends no more. Stage 2 with one micro-batch, or where gradients
+          don't fit. Neither goes with Muon, which needs whole matrices.
 
     torchrun --nproc_per_node=4 zero.py --stage 2               python zero.py --fit
 
@@ -78,13 +78,13 @@ class PlainZeRO1:
         return torch.cat([*(t.flatten() for t in tensors), self.padding])
 
     def reduce(self):
-        """After backward: add the ranks' sum of this shard's gradients to its own, free p.grad."""
+        """After backward: add this shard of the ranks' summed gradients to shard.grad."""
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         gradient = torch.empty_like(self.shard)
         reduce_scatter_tensor(gradient, self.flatten(gradients), group=self.group)
         self.shard.grad += gradient
         for p in self.parameters:
-            p.grad = None
+            p.grad = None  # freed: only the shard stays
 
     def step(self):
         """After the last backward: reduce, step on this shard, send it to all."""
@@ -102,7 +102,7 @@ class ZeRO:
     """Trains `model` over `group` in stage 0, 1 or 2.
 
         zero = ZeRO(model, group, 1, torch.optim.AdamW, microbatches=2)
-        for micro_batches, target_count in batches:    # the targets of all ranks in this step
+        for micro_batches, target_count in batches:    # the number of targets of all ranks
             zero.zero_grad()
             for x, y in micro_batches:                 # this rank's 2
                 loss = cross_entropy(model(x), y, reduction="sum") / target_count
@@ -122,12 +122,12 @@ class ZeRO:
         model,
         group,
         stage,
-        make_optimizer,  # of a list of parameters: one that works element by element
+        make_optimizer,  # gets a list of parameters, and must work element by element
         microbatches=1,  # the backward passes of a step
         bucket_bytes=25 << 20,  # of the largest bucket; a larger parameter has one of its own
-        hsdp=None,  # replicas of the shards: see find_places
+        hsdp=None,  # hybrid sharding, replicas of the shards: see find_places
         pipeline_stages=None,  # see find_places
-        **options,  # of ShardedBucket
+        **options,  # dtypes, offload and more: see ShardedBucket
     ):
         self.model, self.group, self.stage, self.microbatches = model, group, stage, microbatches
         self.hsdp, self.pipeline_stages = hsdp or {}, pipeline_stages or {None: model}
@@ -208,7 +208,7 @@ class ZeRO:
         if self.last_call == "finish":
             return
         self._wait()
-        # Passes that only other ranks ran, or this one gave up: it must still join their reductions
+        # A rank that ran fewer passes, or gave up, must still join the reductions of the others
         while any(bucket.passes_left for bucket in self.trainable):
             self.queue = self.queue or self._new_queue()  # giving up leaves the rest of a queue
             self._reduce_full(complete=self.queue)
@@ -303,7 +303,7 @@ class ZeRO:
         total = self.buckets[0].weights.new_zeros((), dtype=torch.float64)
         for groups, parts in parts_of.items():
             dtype = torch.promote_types(parts[0].dtype, torch.float32)
-            norms = torch.stack(torch._foreach_norm(parts, dtype=dtype))
+            norms = torch.stack(torch._foreach_norm(parts, dtype=dtype))  # of all parts at once
             total += sum_over(groups, norms.double().square().sum())
         return sum_over([pipeline_group], total).sqrt()
 
@@ -351,7 +351,7 @@ class ShardedBucket:
     weights         (S,)    in `param_dtype`; the model's parameters are views of it
     shard           (S/N,)  this rank's shard of the weights
     master          (S/N,)  for the optimizer: the shard, or its copy in another dtype or place
-    pieces                  what the master has of each parameter, maybe nothing
+    pieces                  the master's part of each parameter, maybe empty: for the optimizer
     gradients       (S,)    of this rank, in `reduce_dtype`; in stage 2 None until one arrives
     gradient_shard  (S/N,)  this rank's shard of their sum over all ranks"""
 
@@ -380,7 +380,7 @@ class ShardedBucket:
         self.slices = [slice(end - p.numel(), end) for p, end in zip(parameters, ends)]
         length = max(-(-ends[-1] // self.ranks), 1)  # rounded up; gloo refuses empty messages
         self.own_slice = slice(rank * length, (rank + 1) * length)
-        # 2  The weights, a bucket at a time: a large model is never whole on any rank
+        # 2  The weights, a bucket at a time: fsdp.py never has a large model whole on any rank
         values = [value(p).detach().flatten() for p in parameters]
         padding = values[0].new_zeros(self.ranks * length - ends[-1])
         full = torch.cat([*values, padding])  # (S,)
@@ -588,22 +588,22 @@ def groups_cutting(p):
 
 
 def counted_parts(zero, pipeline_group):
-    """Of each parameter: (the groups over which the norm adds up its parts, this rank's part of the
-    gradient). Of ranks with the same part the first counts it, the others get an empty one."""
+    """For each parameter: (the groups over which the norm sums, this rank's part of the gradient).
+    Shards are disjoint. Of ranks with the same part the first counts it, the others nothing."""
     # Groups that cut some parameters replicate the others. (Experts have a data group of their own)
     usual = (b.parameters for b in zero.buckets if b.place.data_group is zero.group)
     cut_groups = next(filter(None, map(groups_cutting, chain.from_iterable(usual))), [])
     for bucket in zero.trainable:
         place = bucket.place
         # Ranks that have added up their gradients have the same part
-        summed = [g for g in (place.replica_group, *place.partial) if g is not None]
+        same_part = [g for g in (place.replica_group, *place.partial) if g is not None]
         for i, p in enumerate(bucket.parameters):
             cuts = groups_cutting(p)
             groups = cuts or cut_groups
             if zero.stage > 0:  # shards add up
                 groups = [place.data_group, *groups]
-            outers = groups if pipeline_group is None else [*groups, pipeline_group]
-            replicated_over = [group for group in summed if is_within(group, outers)]
+            norm_groups = groups if pipeline_group is None else [*groups, pipeline_group]
+            replicated_over = [group for group in same_part if is_within(group, norm_groups)]
             if not cuts:
                 replicated_over += cut_groups
             is_first = all(dist.get_rank(group) == 0 for group in replicated_over)
