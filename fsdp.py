@@ -142,10 +142,10 @@ class FSDP(ZeRO):
         self.units = []  # ZeRO.__init__ makes their buckets
         for stage, part in (options.get("pipeline_stages") or {None: model}).items():
             modules = default_units(part) if units is None else units
-            of_stage = [Unit(module, stage) for module in modules]
-            for unit, next_unit in pairwise(of_stage):
+            stage_units = [Unit(module, stage) for module in modules]
+            for unit, next_unit in pairwise(stage_units):
                 unit.next, next_unit.previous = next_unit, unit
-            self.units += of_stage
+            self.units += stage_units
         options["bucket_bytes"] = float("inf")  # a unit is one bucket
         super().__init__(model, group, 3, make_optimizer, microbatches, **options)
         for unit in self.units:
@@ -303,9 +303,9 @@ def check_unit(module):
 
 def check_output(module, output, tensors):
     if torch.is_grad_enabled() and not tensors:
-        kinds = f"{type(module).__name__} returned a {type(output).__name__}"
+        found = f"{type(module).__name__} returned a {type(output).__name__}"
         advice = "return tensors, or lists, tuples or dicts of them"
-        raise TypeError(f"{kinds}, in which FSDP finds no tensor to see backward begin: {advice}")
+        raise TypeError(f"{found}, in which FSDP finds no tensor to see backward begin: {advice}")
 
 
 def check_state_dict(*_):

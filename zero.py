@@ -591,8 +591,8 @@ def counted_parts(zero, pipeline_group):
     """For each parameter: (the groups over which the norm sums, this rank's part of the gradient).
     Shards are disjoint. Of ranks with the same part the first counts it, the others nothing."""
     # Groups that cut some parameters replicate the others. (Experts have a data group of their own)
-    usual = (b.parameters for b in zero.buckets if b.place.data_group is zero.group)
-    cut_groups = next(filter(None, map(groups_cutting, chain.from_iterable(usual))), [])
+    not_experts = (b.parameters for b in zero.buckets if b.place.data_group is zero.group)
+    cut_groups = next(filter(None, map(groups_cutting, chain.from_iterable(not_experts))), [])
     for bucket in zero.trainable:
         place = bucket.place
         # Ranks that have added up their gradients have the same part
