@@ -167,9 +167,9 @@ class GPT(nn.Module):
         if config.tied:
             self.head.out.weight = self.embed.token.weight
         for name, p in self.named_parameters():
-            p.init = mean, std = initial_distribution(name, config.layers)
+            p.init = initial_distribution(name, config.layers)  # mean and standard deviation
             if not p.is_meta:  # else harness/initialize.py fills it, once the model is cut
-                nn.init.normal_(p, mean, std)
+                nn.init.normal_(p, *p.init)
 
     def forward(
         self, x, positions=None, targets=None, target_count=None, sample_ids=None, starts=None

@@ -73,10 +73,10 @@ def flags():
 
 
 def main():
-    args = islands.settle(flags().parse_args())
+    args = islands.settle(flags().parse_args())  # --batch becomes that of one island
     if args.dry_run or args.plan:
         return command.main(args, prepare, train)
-    args, _ = prepare(args)  # refuses a layout that does not exist
+    args, _ = prepare(args)  # defaults filled in, what does not fit refused
     ranks = args.islands * args.dp * args.cp * args.tp * args.pp
     proof.launch(train, args, needed=ranks)
 
