@@ -449,7 +449,7 @@ class Pair(NamedTuple):
 LLAMA = dict(family="llama")  # DTensor and PyTorch's pipelines have nothing for a tied matrix
 EXPERTS = dict(experts=8)
 LOOP = "loop over all experts"
-LONG = dict(context=1024)
+LONG = dict(context=512)  # a row for each of 4 ranks
 PAIRS = {
     "ddp": Pair("DistributedDataParallel", our_ddp, their_ddp),
     "zero-2": Pair("FSDP2, blocks kept", partial(our_zero, 2), partial(their_fsdp, False)),
