@@ -279,11 +279,12 @@ def ring_tiles(rank, n, length, zigzag=True, starts=None):
 
 
 def find_tiles(own, others, size, borders):
-    """The tiles of the queries in the chunks `own` with the keys in the chunks `others`.
+    """The tiles of the queries in the chunks `own` with the keys in the chunks `others`. A query
+    sees its document's keys up to its own. With one document a zigzag has one tile per rank:
 
-    A query sees its document's keys up to its own. Of two ranks a < b a zigzag gives a the first
-    and the last of their four chunks, b the two between. So all of b's queries see half of a's
-    keys, its early chunk, and half of a's queries, its late chunk, see all of b's keys."""
+    own keys           causal
+    an earlier rank's  all queries with its first chunk: its second is later than all of them
+    a later rank's     the second chunk's queries with all keys: the first is too early for them"""
 
     def before(chunks, position):
         """How many tokens of these chunks come before a position."""
@@ -320,79 +321,6 @@ def shard_sequence(x, held, fill=0):
     return x[:, held.clamp(max=x.shape[1] - 1)].masked_fill(padding, fill)
 
 
-# --- documents: other chunks, and keys go straight to the ranks that use them
-
-
-def deal_by_work(n, per_rank, size, starts):
-    """`per_rank` chunks for each rank. A chunk's work is its pairs of a query and a key. The
-    heaviest chunk is dealt out first, to the rank with the least work that has room. With one
-    document and two chunks per rank this makes the zigzag."""
-    pairs = (torch.arange(starts.shape[1]) + 1 - starts).sum(0)  # of each query, in all rows
-    pairs = nn.functional.pad(pairs, (0, n * per_rank * size - len(pairs)))
-    of_chunk = pairs.view(-1, size).sum(1)
-    held, load = [[] for _ in range(n)], [0] * n
-    for chunk in of_chunk.argsort(descending=True, stable=True).tolist():
-        rank = min((r for r in range(n) if len(held[r]) < per_rank), key=load.__getitem__)
-        held[rank].append(chunk)
-        load[rank] += of_chunk[chunk].item()
-    return [sorted(chunks) for chunks in held]
-
-
-class DirectBuffer:
-    """In place of a DoubleBuffer. In step s a rank sends its own keys straight to the rank s after
-    it, but only those that the tiles there use. home=True: for their gradients, which go back the
-    same way and are added up at the owner's. used: what used_keys returns."""
-
-    def __init__(self, tensor, group, used, home):
-        self.tensor = self.own = tensor
-        self.group, self.home = group, home
-        given, taken = used
-        self.to_send, self.to_receive = (taken, given) if home else (given, taken)
-        self.step = -1 if home else 0  # the first step's gradients are of own keys: no message
-
-    def send(self):
-        rank, n = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self.step += 1
-        hops = -self.step if self.home else self.step
-        source = self.tensor if self.home else self.own
-        self.arriving = self.to_receive[(rank - hops) % n]
-        self.incoming = torch.empty_like(source[self.arriving])
-        self.sent = source[self.to_send[(rank + hops) % n]]
-        self.messages = pass_on(self.sent, self.incoming, self.group, hops)
-
-    def receive(self):
-        for message in self.messages:
-            message.wait()
-        self.tensor = torch.zeros_like(self.own)  # for the next step
-        if not self.home:
-            self.tensor[self.arriving] = self.incoming  # no tile reads what stays zero
-            return
-        self.own[self.arriving] += self.incoming
-        if self.step == dist.get_world_size(self.group) - 1:  # all are at home
-            self.tensor = self.own
-
-
-@functools.lru_cache(maxsize=32)
-def used_keys(rank, n, length, zigzag, starts, device="cpu"):
-    """(given, taken), two lists with an entry for each rank of the ring: this rank's keys that the
-    other rank uses, and the other's keys that this one uses, as indices into (2, B, H_kv, T', D).
-    A rank uses a key if it has a later token of the key's document."""
-    size, chunks = deal_chunks(length, n, zigzag, starts=starts)
-    held = (torch.tensor(chunks).unsqueeze(2) * size + torch.arange(size)).flatten(1)  # (N, T')
-    padding = torch.arange(starts.shape[1], length).expand(len(starts), -1)
-    starts = torch.cat((starts, padding), dim=1)  # each token of padding is a document of its own
-
-    def used(user, owner):
-        # last[row, s]: the user's last token of the document that starts at s
-        positions = held[user].expand(len(starts), -1)
-        last = torch.zeros_like(starts).scatter_reduce(1, starts[:, held[user]], positions, "amax")
-        later = last.gather(1, starts[:, held[owner]]) > held[owner]
-        rows, tokens = (later & (user != owner)).nonzero(as_tuple=True)
-        return slice(None), rows.to(device), slice(None), tokens.to(device)
-
-    return [used(other, rank) for other in range(n)], [used(rank, other) for other in range(n)]
-
-
 # --- in a model
 
 
@@ -420,10 +348,9 @@ class Ring(GroupModule):
             dist.all_reduce(p.grad, group=group)        # a sum, no mean; then clip and step
 
     Attention is causal and scaled by 1/sqrt(D), without dropout, other masks or second gradients.
-    Cut tokens by `positions`, never by chunk(): which query sees which key follows from the rank
-    alone. Another cut gives wrong numbers without an error; so does q of shape (B, T', H, D).
-    B and T' are the same on all ranks, or the process group aborts or hangs. Beside another
-    technique: docs/use/two-techniques.md."""
+    Cut tokens by `positions`, never by chunk(): tiles follow from the rank. Another cut gives wrong
+    numbers without an error; so does q of shape (B, T', H, D). B and T' are the same on all ranks,
+    or the group aborts or hangs. Beside another technique: docs/use/two-techniques.md."""
 
     attention = RingAttention
 
@@ -544,6 +471,79 @@ class Ulysses(GroupModule):
         k, v = Exchange.apply(kv, self.group, 1, 2).chunk(2, dim=-1)
         documents = () if starts is None else (starts,)
         return Exchange.apply(self.core(q, k, v, *documents), self.group, 2, 1)
+
+
+# --- documents: other chunks, and keys go straight to the ranks that use them
+
+
+def deal_by_work(n, per_rank, size, starts):
+    """`per_rank` chunks for each rank. A chunk's work is its pairs of a query and a key. The
+    heaviest chunk is dealt out first, to the rank with the least work that has room. With one
+    document and two chunks per rank this makes the zigzag."""
+    pairs = (torch.arange(starts.shape[1]) + 1 - starts).sum(0)  # of each query, in all rows
+    pairs = nn.functional.pad(pairs, (0, n * per_rank * size - len(pairs)))
+    of_chunk = pairs.view(-1, size).sum(1)
+    held, load = [[] for _ in range(n)], [0] * n
+    for chunk in of_chunk.argsort(descending=True, stable=True).tolist():
+        rank = min((r for r in range(n) if len(held[r]) < per_rank), key=load.__getitem__)
+        held[rank].append(chunk)
+        load[rank] += of_chunk[chunk].item()
+    return [sorted(chunks) for chunks in held]
+
+
+class DirectBuffer:
+    """In place of a DoubleBuffer. In step s a rank sends its own keys straight to the rank s after
+    it, but only those that the tiles there use. home=True: for their gradients, which go back the
+    same way and are added up at the owner's. used: what used_keys returns."""
+
+    def __init__(self, tensor, group, used, home):
+        self.tensor = self.own = tensor
+        self.group, self.home = group, home
+        given, taken = used
+        self.to_send, self.to_receive = (taken, given) if home else (given, taken)
+        self.step = -1 if home else 0  # the first step's gradients are of own keys: no message
+
+    def send(self):
+        rank, n = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.step += 1
+        hops = -self.step if self.home else self.step
+        source = self.tensor if self.home else self.own
+        self.arriving = self.to_receive[(rank - hops) % n]
+        self.incoming = torch.empty_like(source[self.arriving])
+        self.sent = source[self.to_send[(rank + hops) % n]]
+        self.messages = pass_on(self.sent, self.incoming, self.group, hops)
+
+    def receive(self):
+        for message in self.messages:
+            message.wait()
+        self.tensor = torch.zeros_like(self.own)  # for the next step
+        if not self.home:
+            self.tensor[self.arriving] = self.incoming  # no tile reads what stays zero
+            return
+        self.own[self.arriving] += self.incoming
+        if self.step == dist.get_world_size(self.group) - 1:  # all are at home
+            self.tensor = self.own
+
+
+@functools.lru_cache(maxsize=32)
+def used_keys(rank, n, length, zigzag, starts, device="cpu"):
+    """(given, taken), two lists with an entry for each rank of the ring: this rank's keys that the
+    other rank uses, and the other's keys that this one uses, as indices into (2, B, H_kv, T', D).
+    A rank uses a key if it has a later token of the key's document."""
+    size, chunks = deal_chunks(length, n, zigzag, starts=starts)
+    held = (torch.tensor(chunks).unsqueeze(2) * size + torch.arange(size)).flatten(1)  # (N, T')
+    padding = torch.arange(starts.shape[1], length).expand(len(starts), -1)
+    starts = torch.cat((starts, padding), dim=1)  # each token of padding is a document of its own
+
+    def used(user, owner):
+        # last[row, s]: the user's last token of the document that starts at s
+        positions = held[user].expand(len(starts), -1)
+        last = torch.zeros_like(starts).scatter_reduce(1, starts[:, held[user]], positions, "amax")
+        later = last.gather(1, starts[:, held[owner]]) > held[owner]
+        rows, tokens = (later & (user != owner)).nonzero(as_tuple=True)
+        return slice(None), rows.to(device), slice(None), tokens.to(device)
+
+    return [used(other, rank) for other in range(n)], [used(rank, other) for other in range(n)]
 
 
 # --- a tile by the device's kernels, which are fast and return the log-sum-exp too

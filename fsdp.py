@@ -13,13 +13,9 @@ Sent      Per micro-batch a unit's weights are gathered twice, for forward and b
           parameters of e bytes on N ranks. About 3 m r P e in m micro-batches. DDP sends 2 r P e.
 Backward  The model's own. Autograd saves views of the weights. The memory under them is freed (the
           storage is resized to 0), and filled again before backward reads it.
-A step    1  Forward: when a unit begins, the next unit's gather starts. When it ends, its weights
-             are freed. The last unit's stay for backward.
-          2  Backward: the same in reverse order. After a unit's last gradient: reduce-scatter.
-          3  finish() waits for the reductions. step() updates this rank's shards and sends nothing.
 Use       Where the weights don't fit, and each rank has thousands of tokens (docs/learn/fsdp.md).
-Limits    All ranks run the same units in the same order, or they wait for ever. A unit runs once
-          per forward.
+Limits    A unit runs once per forward. All ranks run them in the same order, or they wait for ever.
+Copy      The top of zero.py as well: FSDP is a ZeRO whose weights come and go.
 
     torchrun --nproc_per_node=4 fsdp.py                         python fsdp.py --keep-gathered
 
@@ -104,8 +100,12 @@ class PlainFSDP:
 # --- FSDP in full: the next unit's weights arrive while one computes
 #
 # Gradients and the step are those of ZeRO's stage 2: hooks move gradients into buckets, full ones
-# are reduced, step() updates shards. New: a bucket has a unit's parameters. Its weights are
-# gathered before the unit runs and freed after, so step() sends nothing.
+# are reduced, step() updates shards. New: a bucket has a unit's parameters, which come and go:
+#
+# _before_forward   A unit begins: wait for its weights, and start to gather the next unit's.
+# _after_forward    It ends: free its weights. The last unit's stay for backward.
+# _before_backward  In reverse order: free the unit that is done, then as _before_forward.
+# step()            ZeRO's, but it sends nothing: the next forward gathers the new weights.
 
 
 class FSDP(ZeRO):

@@ -207,8 +207,7 @@ class GPT(nn.Module):
         return logits if targets is None else self.loss(logits, targets, target_count)
 
     def named(self):
-        """(full name, parameter) pairs. A tied output matrix has its embedding's name everywhere,
-        even on a stage without the embedding."""
+        """(full name, parameter) pairs. A tied head has the embedding's name, on every stage."""
         for name, p in self.named_parameters():
             tied = self.config.tied and name == "head.out.weight"
             yield "embed.token.weight" if tied else name, p
@@ -264,27 +263,6 @@ class CrossEntropy(nn.Module):
 def causal_attention(q, k, v):
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-
-
-def attend_to_documents(q, k, v, starts):
-    """Attention within each document. The causal kernel runs once per document, instead of once
-    with a mask that throws most pairs away. FlashAttention (CUDA, 16 bits) does all in one run."""
-    # A sequence may be padded at its end (trainer/layout.py). The padding is a document, too
-    starts = F.pad(starts, (0, q.shape[2] - starts.shape[1]), value=starts.shape[1])  # (B, T)
-    edges = (starts == torch.arange(q.shape[2])).flatten().nonzero().flatten().tolist()
-    edges.append(starts.numel())  # document i of the batch: its tokens edges[i] to edges[i + 1]
-    lengths = [end - begin for begin, end in pairwise(edges)]
-    if can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, True, q.shape != k.shape)):
-        rows = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))  # (B T, H, D)
-        edges = torch.tensor(edges, dtype=torch.int32).pin_memory().to(q.device, non_blocking=True)
-        options = 0.0, True, False  # no dropout, causal, no debug mask
-        kernel = torch.ops.aten._flash_attention_forward
-        y, *_ = kernel(*rows, edges, edges, max(lengths), max(lengths), *options)
-        return y.unflatten(0, starts.shape).transpose(1, 2)
-    rows = (t.transpose(0, 1).flatten(1, 2) for t in (q, k, v))  # (H, B T, D)
-    documents = zip(*(t.unsqueeze(0).split(lengths, dim=2) for t in rows))
-    y = torch.cat([causal_attention(*document) for document in documents], dim=2)  # (1, H, B T, D)
-    return y.squeeze(0).unflatten(1, starts.shape).transpose(0, 1)
 
 
 def make_norm(config):
@@ -478,8 +456,7 @@ def grouped_linear(x, weight, ends):
     """x (R, in), weight (E, out, in) -> (R, out): x[ends[e-1] : ends[e]] @ weight[e].T."""
     supported = len(x) > 0 and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
     aligned = all(size * x.element_size() % 16 == 0 for size in weight.shape[1:])
-    # grouped_mm needs sm_80. On B200 it gives an expert without rows a nonzero gradient (pytorch,
-    # issue 172439)
+    # grouped_mm needs sm_80. On B200 experts without rows get a nonzero gradient (pytorch #172439)
     kernel_ok = not x.is_cuda or (8, 0) <= torch.cuda.get_device_capability(x.device) < (10, 0)
     if supported and aligned and kernel_ok:
         return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
@@ -499,6 +476,30 @@ def rebalance(model, sum_over_devices=None, step_taken=True):
             load = router.load.to(router.choice_bias.dtype)
             router.choice_bias += router.config.bias_rate * (load.mean() - load).sign()
         router.load.zero_()
+
+
+# --- sequences of several documents
+
+
+def attend_to_documents(q, k, v, starts):
+    """Attention within each document. The causal kernel runs once per document, instead of once
+    with a mask that throws most pairs away. FlashAttention (CUDA, 16 bits) does all in one run."""
+    # A sequence may be padded at its end (trainer/layout.py). The padding is a document, too
+    starts = F.pad(starts, (0, q.shape[2] - starts.shape[1]), value=starts.shape[1])  # (B, T)
+    edges = (starts == torch.arange(q.shape[2])).flatten().nonzero().flatten().tolist()
+    edges.append(starts.numel())  # document i of the batch: its tokens edges[i] to edges[i + 1]
+    lengths = [end - begin for begin, end in pairwise(edges)]
+    if can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, True, q.shape != k.shape)):
+        rows = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))  # (B T, H, D)
+        edges = torch.tensor(edges, dtype=torch.int32).pin_memory().to(q.device, non_blocking=True)
+        options = 0.0, True, False  # no dropout, causal, no debug mask
+        kernel = torch.ops.aten._flash_attention_forward
+        y, *_ = kernel(*rows, edges, edges, max(lengths), max(lengths), *options)
+        return y.unflatten(0, starts.shape).transpose(1, 2)
+    rows = (t.transpose(0, 1).flatten(1, 2) for t in (q, k, v))  # (H, B T, D)
+    documents = zip(*(t.unsqueeze(0).split(lengths, dim=2) for t in rows))
+    y = torch.cat([causal_attention(*document) for document in documents], dim=2)  # (1, H, B T, D)
+    return y.squeeze(0).unflatten(1, starts.shape).transpose(0, 1)
 
 
 # --- initial weights: GPT-2's rule
@@ -559,11 +560,10 @@ class Dropout(nn.Module):
         if drop_key is None:
             return x
         channel = torch.arange(x.shape[-1], device=x.device) + (self.site << 32)
-        # The rest of MurmurHash3's finaliser, in place: no operation allocates another (B, T, C).
-        # Its constants are signed numbers, as in hash64
+        # The rest of MurmurHash3's finaliser, in place: no operation allocates another (B, T, C)
         h = (drop_key.unsqueeze(-1) ^ hash32(channel)).mul_(-0x7A143595)  # (B, T, C)
         h ^= (h >> 13).bitwise_and_(0x7FFFF)
-        h.mul_(-0x3D4D51CB)
+        h.mul_(-0x3D4D51CB)  # constants are signed numbers, as in hash64
         h ^= (h >> 16).bitwise_and_(0xFFFF)
         limit = int((1 - self.p) * 2**32) - 2**31  # h is uniform in -2^31 .. 2^31 - 1
         keep = torch.lt(h, limit, out=torch.empty_like(x))  # 1 or 0, in x's dtype

@@ -151,11 +151,11 @@ class Muon:
         trained = [p for p in model.parameters() if p.requires_grad]
         owners = deal_to_owners([p for p in trained if p in matrices], group)
 
-        # 1  Buckets, in the order in which backward completes them: one per matrix, and one for all
-        #    vectors of a kind, which are small
+        # 1  Buckets, in the order in which they fill in backward. Vectors are small, and share one
         by_kind = {}
         for p in reversed(trained):
-            kind = p if p.dim() > 1 else (p.dtype, p.device, place_of(p, group))
+            matrix = p if p.dim() > 1 else None  # each matrix is a kind of its own
+            kind = p.dtype, p.device, place_of(p, group), matrix
             by_kind[kind] = [*by_kind.pop(kind, []), p]  # popped: a kind stands at its last member
         self.buckets = [OwnedBucket(ps, owners.get(ps[0]), group) for ps in by_kind.values()]
 
@@ -167,7 +167,7 @@ class Muon:
             for p in bucket.parameters:
                 p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket))
 
-        # 3  The optimizers step on what this rank owns
+        # 3  The optimizers step on what this rank owns. AdamW has the betas of GPT-3
         by_muon, by_adamw = [], []
         for bucket in self.buckets:
             if bucket.owner is None:
@@ -237,14 +237,15 @@ class Muon:
         self.finished = True
 
     def step(self):
-        """Step on what this rank owns, and send the new weights to all."""
+        """Step on what this rank owns, and send the new weights to all. nanochat stacks matrices of
+        equal shape and iterates on all at once. Here one is sent while the next ones iterate."""
         self.finish()
         self.adamw.step()
         [settings] = self.muon.param_groups  # all matrices are in one
         for bucket in self.buckets:
             if bucket.owner == bucket.rank:
                 self.muon.step_on(bucket.parameters[0], **settings)
-            self.works += bucket.send_from_owners(bucket.weights)  # while the next ones iterate
+            self.works += bucket.send_from_owners(bucket.weights)
         self._wait()
 
     def _wait(self):
@@ -317,8 +318,7 @@ class OwnedBucket:
     owned         {rank: the elements that it owns}: one reduce and one broadcast for each
     own_slice     the elements that this rank owns
     own_gradient  this rank's part of the gradients
-    pieces        what this rank owns of each parameter; the parameter itself if it is the owner
-    """
+    pieces        what this rank owns of each parameter; the owner has the parameter itself"""
 
     def __init__(self, parameters, owner, group):
         self.parameters, self.owner = parameters, owner

@@ -114,9 +114,6 @@ class ZeRO:
     broadcasts rank 0's; ZeRO doesn't.) ZeRO puts new parameters into the modules: make optimizers,
     hooks and references after it. Activation checkpointing needs use_reentrant=False."""
 
-    valid_stages = 0, 1, 2  # fsdp.py's is 3
-    units = ()  # fsdp.py's: they gather weights
-
     def __init__(
         self,
         model,
@@ -152,14 +149,18 @@ class ZeRO:
                 setattr(module, name, view_of[p])
             module.register_load_state_dict_pre_hook(lambda *_: check_load_state_dict(self))
         # 2  The optimizer steps on this rank's pieces of parameters. Hooks take the gradients
-        self.trainable = [bucket for bucket in self.buckets if bucket.trainable]
+        self.trained_buckets = [bucket for bucket in self.buckets if bucket.trainable]
         pieces = []
-        for bucket in self.trainable:
+        for bucket in self.trained_buckets:
             pieces += bucket.pieces
             for i, p in enumerate(bucket.parameters):
                 p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket, i))
         self.optimizer = make_optimizer(pieces)
         check_zero_arguments(self)
+
+    # For fsdp.py, which has units, and buckets of another class
+    valid_stages = 0, 1, 2
+    units = ()  # modules that gather their weights
 
     def make_bucket(self, parameters, place, **options):
         return ShardedBucket(parameters, place, self.stage, self.microbatches, **options)
@@ -179,7 +180,7 @@ class ZeRO:
             self._give_up()
         check_zero_call(self, "zero_grad")
         self.last_call = "zero_grad"
-        for bucket in self.trainable:
+        for bucket in self.trained_buckets:
             bucket.zero_grad()
 
     def _arrived(self, bucket, i, p):
@@ -202,20 +203,19 @@ class ZeRO:
             self._wait()
 
     def finish(self):
-        """Complete the gradients, after the last backward of a step. grad_norm(), clip() and step()
-        call it too."""
+        """After the last backward: complete the gradients, as grad_norm(), clip() and step() do."""
         check_zero_call(self, "finish")
         if self.last_call == "finish":
             return
         self._wait()
         # A rank that ran fewer passes, or gave up, must still join the reductions of the others
-        while any(bucket.passes_left for bucket in self.trainable):
+        while any(bucket.passes_left for bucket in self.trained_buckets):
             self.queue = self.queue or self._new_queue()  # giving up leaves the rest of a queue
             self._reduce_full(complete=self.queue)
             self._wait()  # a bucket has one reduction at a time
         while self.replica_sums:
             self.replica_sums.pop().wait()
-        for bucket in self.trainable:
+        for bucket in self.trained_buckets:
             for group in bucket.place.partial:  # rarely any: not overlapped
                 dist.all_reduce(bucket.gradient_shard, group=group)
         self.last_call = "finish"
@@ -225,18 +225,18 @@ class ZeRO:
         zero_grad() it steps with the same gradients, as torch's optimizers do."""
         check_zero_call(self, "step")
         self.finish()
-        for bucket in self.trainable:
+        for bucket in self.trained_buckets:
             # A copy only if the master has another dtype or, by offload, another device
             gradient = bucket.gradient_shard.to(bucket.master, non_blocking=True)
             for i, piece in enumerate(bucket.pieces):
                 piece.grad = bucket.part_of(i, gradient).view(piece.shape)
-        if any(bucket.is_offloaded for bucket in self.trainable):
+        if any(bucket.is_offloaded for bucket in self.trained_buckets):
             torch.cuda.synchronize()  # gradients have arrived, the last step's weights have left
         # If there was no forward, gathers of the step before may still read the shards
         wait_for_weights(self.buckets)
         self.optimizer.step()  # once for all buckets: some optimizers count their steps
         self.optimizer.zero_grad()
-        self.update_weights(self.trainable)
+        self.update_weights(self.trained_buckets)
 
     def update_weights(self, buckets=None):
         """The masters have new values, by a step or from a checkpoint: bring them to all ranks."""
@@ -246,12 +246,11 @@ class ZeRO:
 
     # --- the queue of a backward pass
     #
-    # It has the buckets that the pass fills. All ranks must reduce them in the same order: swapped
-    # ones would add up the wrong buckets, silently. So a bucket that is full early waits for those
-    # before it.
+    # The buckets that the pass fills. Ranks must reduce them in one order: swapped ones would add
+    # up the wrong buckets, silently. So a bucket that is full early waits for those before it.
 
     def _new_queue(self):
-        queue = [bucket for bucket in self.trainable if bucket.passes_left > 0]
+        queue = [bucket for bucket in self.trained_buckets if bucket.passes_left > 0]
         if self.action is not None:  # the backward pass of one pipeline stage
             queue = [b for b in queue if self.action.stage in b.place.pipeline_stages]
         return queue
@@ -283,7 +282,7 @@ class ZeRO:
     def _give_up(self):
         """Join the reductions in which other ranks may wait."""
         self._wait()
-        for bucket in self.trainable:
+        for bucket in self.trained_buckets:
             if bucket.passes_left > 0:
                 bucket.allocate_gradients()
                 bucket.gradients.fill_(torch.nan)  # incomplete: nobody may train on it
@@ -312,7 +311,7 @@ class ZeRO:
         self.finish()
         if limit > 0:
             scale = (limit / (norm + 1e-6)).clamp(max=1.0)
-            for bucket in self.trainable:
+            for bucket in self.trained_buckets:
                 bucket.gradient_shard.mul_(scale.to(bucket.gradient_shard.dtype))
 
     @torch.no_grad()
@@ -589,11 +588,12 @@ def groups_cutting(p):
 
 def counted_parts(zero, pipeline_group):
     """For each parameter: (the groups over which the norm sums, this rank's part of the gradient).
-    Shards are disjoint. Of ranks with the same part the first counts it, the others nothing."""
+    In stages 1 to 3 alone: (the data group, what its shard has), for shards are disjoint. With HSDP
+    or another technique ranks may have the same part: the first counts it, the others nothing."""
     # Groups that cut some parameters replicate the others. (Experts have a data group of their own)
     not_experts = (b.parameters for b in zero.buckets if b.place.data_group is zero.group)
     cut_groups = next(filter(None, map(groups_cutting, chain.from_iterable(not_experts))), [])
-    for bucket in zero.trainable:
+    for bucket in zero.trained_buckets:
         place = bucket.place
         # Ranks that have added up their gradients have the same part
         same_part = [g for g in (place.replica_group, *place.partial) if g is not None]

@@ -56,7 +56,7 @@ def lasting(optimizer):
     if hasattr(optimizer, "stage"):
         parameters = [t for bucket in buckets for t in (bucket.weights, bucket.shard)]
         kind = "gradients" if optimizer.stage < 2 else "gradient_shard"
-        gradients = [getattr(bucket, kind) for bucket in optimizer.trainable]
+        gradients = [getattr(bucket, kind) for bucket in optimizer.trained_buckets]
         states += [bucket.master for bucket in buckets if bucket.master is not bucket.shard]
     elif buckets:  # muon.py's: what other ranks own is not in param_groups
         parameters = [bucket.weights for bucket in buckets]
