@@ -14,12 +14,11 @@ Sent: g adds the partial sums in forward (one all-reduce). f adds the gradients 
 again around its MLP: 4 all-reduces of a tensor (B, T, C), B sequences of T tokens, C wide. In one
 of S bytes each of t ranks sends 2 r S, r = (t-1)/t (collectives.py): per block 8 r B T C e bytes,
 at e bytes an element. Embedding and head add 4 r B T C e, the loss three numbers per token.
+Between machines it rarely pays: each layer waits for messages (docs/learn/tensor-parallelism.md).
 
 Backward: g's is the identity. y is the sum of the partial sums, so each of them gets y's gradient.
 All ranks compute the same loss from the same y: it is one loss, not t of them. f's sum is the
 complete gradient of x, so all earlier layers get complete gradients, the same on every rank.
-
-Between machines it rarely pays: each layer waits for messages (docs/learn/tensor-parallelism.md).
 
     torchrun --nproc_per_node=4 tensor_parallel.py
     python tensor_parallel.py --family llama --kv-heads 4
@@ -114,7 +113,6 @@ class ColumnParallelLinear(nn.Module):
 
     Attention: a shard must be whole heads. The usual fused qkv (all q, all k, all v) would be cut
     wrong, silently: order its rows by kv-head (its q heads, its k, its v), or keep three layers.
-
     Where t does not divide `out`, zeros fill the last shards. The activation must then map 0 to 0,
     or the padding gets gradients. shared_by: see `shard`."""
 
@@ -123,13 +121,8 @@ class ColumnParallelLinear(nn.Module):
         self.weight = shard(linear.weight, 0, group, shared_by)  # (out / t, in)
         self.bias = shard(linear.bias, 0, group, shared_by)
 
-    def weight_and_bias(self):  # SharedHeads, below, uses some of the rows only
-        return self.weight, self.bias
-
     def forward(self, x):
-        if isinstance(x, dict):  # EnterAndProject, a faster f below, has computed it already
-            return x[self]  # x is {layer: its product}
-        return F.linear(x, *self.weight_and_bias())
+        return F.linear(x, self.weight, self.bias)
 
 
 class RowParallelLinear(nn.Module):
@@ -147,8 +140,10 @@ class RowParallelLinear(nn.Module):
         return y if self.bias is None else y + self.bias  # the bias once, after g
 
 
-# --- a model of yours. The t ranks of `group`, a process group, have the same weights and tokens
+# --- a model of yours. All t ranks, which torchrun starts, have the same weights and tokens
 #
+#     dist.init_process_group()
+#     group = dist.group.WORLD
 #     for block in model.blocks:
 #         attn, mlp = block.attn, block.mlp
 #         attn.norm = nn.Sequential(attn.norm, Enter(group))
@@ -171,8 +166,7 @@ class RowParallelLinear(nn.Module):
 #     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
 #     optimizer.step()
 #
-# EnterAndProject, below, is a faster Enter. docs/fix/not-checked.md lists the mistakes that nothing
-# catches, in dropout for example.
+# A faster Enter: EnterAndProject. Mistakes that nothing catches: docs/fix/not-checked.md.
 
 # --- the vocabulary, split too: V/t rows of the embedding and V/t logits per token on each rank
 
@@ -202,10 +196,9 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class VocabParallelLoss(torch.autograd.Function):
-    """-log softmax(logits)[target] of n tokens, from each rank's logits (n, V / t).
-
-    For each token the ranks reduce three numbers: the largest logit, the sum of exponentials and
-    the target's logit. Backward, softmax - onehot, sends nothing."""
+    """-log softmax(logits)[target] of n tokens, from each rank's logits (n, V / t). For
+    each token the ranks reduce three numbers: the largest logit, the sum of exponentials and the
+    target's logit. Backward, softmax - onehot, sends nothing."""
 
     @staticmethod
     def forward(ctx, logits, targets, start, length, group):
@@ -350,18 +343,26 @@ def grad_norm(parameters):
     return total.sqrt()
 
 
-# --- faster: f's message travels while backward computes the weights' gradients. For this, one
-# autograd function computes f and the layers after it. Nothing above needs it
+# --- faster: f's message travels while backward computes the weights' gradients. Megatron-LM has
+# it for one layer: LinearWithGradAccumulationAndAsyncCommunication. Nothing above needs it
+
+
+class ProjectedLinear(ColumnParallelLinear):
+    """One of EnterAndProject's layers. Takes its product, or computes it after a plain f."""
+
+    def weight_and_bias(self):  # SharedHeads, below, uses some of the rows only
+        return self.weight, self.bias
+
+    def forward(self, x):
+        return x[self] if isinstance(x, dict) else F.linear(x, *self.weight_and_bias())
 
 
 class EnterAndProject(Enter):
-    """Takes the place of an Enter. `layers`: the ColumnParallelLinears, and nothing else, that read
-    its result.
+    """Takes the place of an Enter. Only `layers`, which are ProjectedLinears, read its result:
+    {layer: its product}.
 
-        attn.norm = nn.Sequential(norm, EnterAndProject(group, [attn.qkv]))
-
-    It returns {layer: its product}. Each layer's forward takes its own, so the rest of the model
-    stays as it is."""
+        attn.qkv = ProjectedLinear(attn.qkv, group)
+        attn.norm = nn.Sequential(attn.norm, EnterAndProject(group, [attn.qkv]))"""
 
     def __init__(self, group, layers):
         super().__init__(group)
@@ -383,10 +384,8 @@ class EnterAndProject(Enter):
         x = SaveFirst.apply(x, kept, *weights)
         return dict(zip(self.layers, Project.apply(x, kept, self, *weights, *biases)))
 
-    # sequence_parallel.py replaces these three: its f has other messages, in forward too
-
     def keep(self, x):
-        """What is held of x until backward."""
+        """What is held of x until backward. sequence_parallel.py gathers x, here or later."""
         return x
 
     def start_gather(self, kept):
@@ -424,9 +423,10 @@ class SaveFirst(torch.autograd.Function):
 
 
 class Project(torch.autograd.Function):
-    """F.linear(x, weight, bias) of each layer. Backward computes x's gradient, starts its sum over
-    the ranks, and meanwhile computes the weights' gradients. Megatron-LM has it for one layer:
-    LinearWithGradAccumulationAndAsyncCommunication."""
+    """F.linear(x, weight, bias) of each layer, here W and b. The order in backward, where dx is the
+    gradient of x, and so on:
+        plain f   dx, dW, db, all-reduce of dx
+        here      dx, its all-reduce starts, dW, db, wait"""
 
     @staticmethod
     def forward(ctx, x, kept, enter, *parameters):
@@ -463,7 +463,7 @@ def check_replicas_agree(parameters, group):
     norm = grad_norm(p for p in parameters if not placement(p)["cuts"])
     norms = [torch.empty_like(norm) for _ in range(dist.get_world_size(group))]
     dist.all_gather(norms, norm, group=group)
-    if not max(norms) - min(norms) <= 5e-4 * max(norms):  # NaN too
+    if not max(norms) - min(norms) <= 5e-4 * max(norms):  # bfloat16's rounding. NaN too
         found = ", ".join(f"{n:.6g}" for n in norms)
         raise RuntimeError(
             f"the ranks' gradients of whole parameters differ, in norm {found}: "
@@ -494,7 +494,7 @@ def kv_group_of(config):
     return dist.new_subgroups(ranks)[0] if ranks > 1 else None
 
 
-class SharedHeads(ColumnParallelLinear):
+class SharedHeads(ProjectedLinear):
     """qkv where ranks outnumber the kv-heads. The ranks of kv_group share a kv-head: each holds all
     its rows, q..q k v, and uses those of k, of v and of its own q heads."""
 
@@ -518,7 +518,7 @@ def parallelize_tensors(model, group, kv_group=None, whole_experts=False):
     for block in model.blocks.values():
         attn, mlp = block.attn, block.mlp
         if kv_group is None:
-            attn.qkv = ColumnParallelLinear(attn.qkv, group)
+            attn.qkv = ProjectedLinear(attn.qkv, group)
         else:
             attn.qkv = SharedHeads(attn, group, kv_group)
             attn.queries_per_kv //= dist.get_world_size(kv_group)
@@ -533,17 +533,17 @@ def parallelize_tensors(model, group, kv_group=None, whole_experts=False):
         if model.config.experts:  # the router stays whole
             mlp = mlp.shared  # an MLP beside the experts, or None. It has an f of its own
         if mlp is not None:
-            mlp.up = ColumnParallelLinear(mlp.up, group)
+            mlp.up = ProjectedLinear(mlp.up, group)
             mlp.down = RowParallelLinear(mlp.down, group)
             layers = [mlp.up]
             if mlp.gate is not None:
-                mlp.gate = ColumnParallelLinear(mlp.gate, group)
+                mlp.gate = ProjectedLinear(mlp.gate, group)
                 layers = [mlp.gate, mlp.up]
             mlp.enter = EnterAndProject(group, layers)
     if model.embed is not None:
         model.embed.token = VocabParallelEmbedding(model.embed.token, group)
     if model.head is not None:
-        model.head.out = ColumnParallelLinear(model.head.out, group)
+        model.head.out = ProjectedLinear(model.head.out, group)
         model.head.enter = EnterAndProject(group, [model.head.out])
         model.loss = VocabParallelCrossEntropy(model.config.vocab, group)
         if model.config.tied and model.embed is not None:

@@ -111,7 +111,7 @@ def usage(of, marker="\n# --- a model of yours"):
 
 def run_usage(of, **names):
     """Run it as it is printed. Returns all names that it leaves."""
-    exec(usage(of), names)
+    exec(usage(of).replace("dist.init_process_group()", "pass"), names)  # the tests have done it
     return names
 
 

@@ -164,7 +164,7 @@ class Layout(OneProcess):
             enter, project, leave = sp.SequenceEnter, sp.SequenceEnterAndProject, sp.SequenceLeave
 
         def cut(module, first, last):
-            layer = tp.ColumnParallelLinear(getattr(module, first), self.tp)
+            layer = tp.ProjectedLinear(getattr(module, first), self.tp)
             setattr(module, first, layer)
             module.norm = nn.Sequential(module.norm, project(self.tp, [layer]))
             setattr(module, last, tp.RowParallelLinear(getattr(module, last), self.tp))
