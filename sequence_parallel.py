@@ -53,22 +53,20 @@ all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_ga
 reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def gather_tokens(x, group, async_op=False):
-    """All ranks' tokens in order: x (B, T/t, C) -> (B, T, C). async_op: start the message, and
-    return a function that waits for it and returns the tokens."""
+def gather_tokens(x, group):
+    """All ranks' tokens in order: x (B, T/t, C) -> (B, T, C)."""
     shards = x.new_empty(dist.get_world_size(group), *x.shape)  # (t, B, T/t, C)
-    whole = shards.flatten(0, 1)  # the same memory, in the shape that torch wants
-    message = all_gather_into_tensor(whole, x.contiguous(), group=group, async_op=async_op)
-    finish = after(message, lambda: shards.transpose(0, 1).flatten(1, 2))
-    return finish if async_op else finish()
+    all_gather_into_tensor(shards.flatten(0, 1), x.contiguous(), group=group)  # into `shards`
+    return shards.transpose(0, 1).flatten(1, 2)
 
 
 def reduce_scatter_tokens(x, group, async_op=False):
-    """This rank's tokens of the sum of all ranks' x: (B, T, C) -> (B, T/t, C). async_op: as above.
-    gloo, torch's backend for CPUs, sends twice the bytes: there an all-to-all and a sum do it."""
-    t, options = dist.get_world_size(group), dict(group=group, async_op=async_op)
+    """This rank's tokens of the sum of all ranks' x: (B, T, C) -> (B, T/t, C). async_op: start the
+    message, and return a function that waits for it and returns the tokens."""
+    t = dist.get_world_size(group)
     shards = x.unflatten(1, (t, -1)).transpose(0, 1).contiguous()  # (t, B, T/t, C)
-    if dist.get_backend(group) == "gloo":
+    options = dict(group=group, async_op=async_op)
+    if dist.get_backend(group) == "gloo":  # for CPUs: its reduce-scatter sends twice the bytes
         received = torch.empty_like(shards)
         message = dist.all_to_all_single(received, shards, **options)
         finish = after(message, lambda: received.sum(0))
@@ -136,7 +134,7 @@ def shard_positions(full, group):
     return shards[..., dist.get_rank(group), :]
 
 
-# --- a model of yours, split by the lines in tensor_parallel.py; then:
+# --- a model of yours. First tensor_parallel.py's block, up to its optimizer; then:
 #
 #     model.embed.leave = SequenceLeave(group)
 #     for block in model.blocks:
@@ -221,8 +219,11 @@ class GatherAgain(SequenceEnterAndProject):
     def keep(self, x):
         return x
 
-    def start_gather(self, kept):
-        return gather_tokens(kept, self.group, async_op=True)
+    def start_gather(self, kept):  # as gather_tokens, which waits
+        shards = kept.new_empty(dist.get_world_size(self.group), *kept.shape)
+        options = dict(group=self.group, async_op=True)
+        message = all_gather_into_tensor(shards.flatten(0, 1), kept.contiguous(), **options)
+        return after(message, lambda: shards.transpose(0, 1).flatten(1, 2))
 
 
 # --- a mistake that would be silent: refused
@@ -271,7 +272,6 @@ def shard_last(group, module, args):
 
 def parallelize_sequence(model, group, keep_gathered=True, kv_group=None, whole_experts=False):
     """parallelize_tensors, then f and g replaced. Raises ValueError as that does.
-
     Give every rank the whole tokens, targets, positions and sample_ids. A pipeline stage without an
     embedding takes x (B, T/t, C) from the stage before it, and needs positions (T,). After backward
     call `reduce_partial`.
