@@ -173,6 +173,8 @@ class Start(torch.autograd.Function):
 
 
 class Wait(torch.autograd.Function):
+    """Takes the tensor of Start, returns the rows that have arrived."""
+
     @staticmethod
     def forward(ctx, empty, transfer):
         ctx.transfer = transfer
@@ -207,8 +209,7 @@ class ExpertDispatch(nn.Module):
     What is computed, and what travels meanwhile, with 2 chunks:
 
         computed   meanwhile()    experts of chunk 0   experts of chunk 1   sums of 0    sums of 1
-        travels    rows of 0, 1   rows of 1            results of 0         results of 1
-    """
+        travels    rows of 0, 1   rows of 1            results of 0         results of 1"""
 
     def __init__(self, experts_per_rank, group, capacity=None, chunks=1, before_wait=lambda: None):
         super().__init__()
@@ -267,7 +268,8 @@ class ExpertDispatch(nn.Module):
         incoming = outgoing.new_empty(world * local_experts, len(chunks))
         lengths = [local_experts] * world, self.experts_per_rank
         dist.all_to_all_single(incoming, outgoing, *lengths, group=self.group)
-        incoming = incoming.view(world, local_experts, len(chunks)).permute(2, 0, 1)
+        incoming = incoming.view(world, local_experts, len(chunks))
+        incoming = incoming.permute(2, 0, 1)  # (chunks, N, local_experts)
         to_ranks = [part.sum(0) for part in outgoing.split(self.experts_per_rank)]  # (chunks,) each
         counts = torch.stack((torch.stack(to_ranks, dim=1), incoming.sum(2)))  # (2, chunks, N)
         send_counts, receive_counts = counts.tolist()  # the host waits for the device, once
@@ -336,10 +338,8 @@ def shard_experts(parameter, group, data_group=None):
 
 def sum_replicated_gradients(parameters, group):
     """Sum the gradients of all parameters that are not split over the group, in one all-reduce. A
-    parameter without a gradient on this rank counts as zeros, and gets the sum.
-
-    Call it once a step, after the last backward pass; once more with the data_group, if there is
-    one."""
+    parameter without a gradient on this rank counts as zeros, and gets the sum. Call it once a
+    step, after the last backward pass; once more with the data_group, if there is one."""
     group = group or dist.group.WORLD
     replicated = [p for p in parameters if p.requires_grad and not split_over(p, group)]
     all_reduce_gradients(replicated, group)

@@ -126,8 +126,7 @@ def one_f_one_b(rank, ranks, microbatches):
 
         rank 0 of 3:  F0 F1 F2 B0 F3 B1 F4 B2 B3 B4
         rank 1 of 3:  F0 F1 B0 F2 B1 F3 B2 F4 B3 B4
-        rank 2 of 3:  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4
-    """
+        rank 2 of 3:  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4"""
     ahead = min(ranks - 1 - rank, microbatches)
     return Row("F" * ahead + "FB" * (microbatches - ahead) + "B" * ahead, rank)
 
@@ -140,7 +139,7 @@ class Pipeline:
     the parameters' .grad.
 
         schedule = Schedule(one_f_one_b(r, ranks, microbatches) for r in range(ranks))
-        stages = cut(layers, schedule.last + 1)
+        stages = cut(layers, schedule.last + 1)  # a large model: on the meta device, as the demo
         parameters = [p for s in schedule.stages(rank) for p in stages[s].parameters()]
         optimizer = torch.optim.AdamW(parameters)
 
@@ -163,8 +162,7 @@ class Pipeline:
     shape, dtype: of the activations between stages, the same for every micro-batch and rank.
     links: what open_links returns. By default new groups of all ranks. After an exception in a run
     messages are still on their way: the next run needs new links.
-    around(action): a context around the work of each action, not its messages: a profiler's, say.
-    """
+    around(action): a context around the work of each action, not its messages: a profiler's."""
 
     def __init__(
         self, schedule, forward, shape, dtype, device, links=None, around=contextlib.nullcontext
@@ -349,14 +347,18 @@ def plan_receives(schedule):
     sent = {None}  # None: an action that waits for nothing
     rows = [collections.deque(schedule.steps(rank)) for rank in range(len(schedule.rows))]
     while any(rows):
-        ready = [row for row in rows[::-1] if row and sent >= set(map(schedule.incoming, row[0]))]
+        ready = []
+        for row in reversed(rows):
+            if row and all(schedule.incoming(action) in sent for action in row[0]):
+                ready.append(row)
         if not ready:
             raise ValueError("each rank waits for another one")
         for row in ready:
             for message in map(schedule.outgoing, row.popleft()):
                 sent.add(message)
                 if message is not None and message.source != message.target:
-                    plan[rows[message.target][0][0]].append(message)
+                    next_action = rows[message.target][0][0]  # the receiver's
+                    plan[next_action].append(message)
     return plan
 
 
@@ -364,8 +366,7 @@ def make_links(ranks=None):
     """A pipeline's four groups: [activations to later ranks, activations to earlier ranks (where
     ranks have several stages), gradients to later ranks, gradients to earlier ranks]. nccl passes a
     group's messages between two ranks one by one, in order: in fewer groups two could block each
-    other. Every process must call it once for each pipeline, in the same order, as dist.new_group.
-    """
+    other. All processes must call it once for each pipeline, in one order, as dist.new_group."""
     return [dist.new_group(ranks) for _ in range(4)]
 
 
@@ -532,7 +533,6 @@ def demo(run):
         harness.clip(parameters, norm, args.grad_clip)
         optimizer.step()
         run.log(loss, norm)
-
     return receipts.pipeline.receipt(run, schedule, layers, in_w)
 
 

@@ -250,12 +250,12 @@ def zb_v(rank, ranks, microbatches):
     # The plan needs 2 p - 1 micro-batches. Extra ones are dropped at the end, on all ranks: what is
     # left is still a valid order
     padded = max(microbatches, 2 * ranks - 1)
-    # Fill: forwards, until the first micro-batch is back from the last rank
+    # Fill, in row 0 up to "{2": forwards, until the first micro-batch is back from the last rank
     row.add("F" * (2 * (ranks - rank) - 1), near)
     for _ in range(rank):
         row.add("F", far, near)
     row.add("FIW" * (ranks - rank), far)
-    # Steady: F I W of each side in turn
+    # Steady, in row 0 up to the first "{4": F I W of each side in turn
     while row.counts["F", far] < padded:
         if row.counts["F", near] < padded:
             row.add("F", near)
