@@ -112,7 +112,8 @@ class DDP:
         trained = [p for p in listed if p.requires_grad]
         if not trained:
             raise ValueError("no parameter needs a gradient: all frozen, or an iterator used up")
-        self.parameters, self.microbatches, self.overlap = list(listed), microbatches, overlap
+        self.parameters = list(listed)
+        self.microbatches, self.overlap = microbatches, overlap
         self.all_reduce = all_reduce or functools.partial(dist.all_reduce, async_op=True)
 
         self.buckets = []  # of parameters of one kind each
@@ -185,8 +186,7 @@ def groups_of(p, group):
 
 
 def record_call(sync, call, not_after):
-    """Remember this call. Refuse it if it may not follow the last one, or if a p.grad is not the
-    view of its bucket any more."""
+    """Remember this call. Refuse it out of order, or if a p.grad is no view of its bucket."""
     if sync.last_call in not_after:
         raise RuntimeError(
             f"{call} after {sync.last_call}: a step is zero_grad(), the backward passes, finish(), "

@@ -15,8 +15,7 @@ and pp outermost. Here dp 2, tp 2, pp 2 on 8 ranks:
 cp splits each sequence over ranks that hold the same weights, so data-parallel groups have dp x cp
 ranks. ep takes no ranks of its own: the experts are dealt out over ep of these dp x cp ranks, and
 each expert has dp x cp / ep copies. With --fold-experts ep is a part of dp x cp x tp, and tp does
-not cut experts. --islands N is outside all: N such meshes, which average their weights rarely
-(trainer/islands.py).
+not cut experts. --islands N is outside all: N such meshes, which average their weights rarely.
 
 Batch, loss and gradient norm are global: --batch counts the sequences of all ranks, the loss is the
 sum over all tokens divided by their number, and the norm counts every parameter once. So another
@@ -276,6 +275,7 @@ def train(run, schedule=None):
         tracking.open_log(run, first) as write_row,
         recording.recorded(runner, full_weights, first) as record,
     ):
+        # A step: zero_grad, forwards and backwards, sums of gradients, norm, clip, optimizer.step
         for step in steps:
             batches = runner.batches(step)
             loss = forward_backward(runner, batches)
