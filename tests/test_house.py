@@ -53,14 +53,14 @@ BUDGETS = {
     "benchmarks": 2500,
 }
 CEILINGS = {
-    "harness": 2292,
-    "proof": 1724,
-    "receipts": 2440,
-    "trainer": 2477,
-    "simulator": 2005,
+    "harness": 2187,
+    "proof": 1566,
+    "receipts": 2333,
+    "trainer": 2236,
+    "simulator": 1973,
     "exercises": 300,
-    "tests": 12760,
-    "benchmarks": 2670,
+    "tests": 12506,
+    "benchmarks": 2513,
 }
 DEMO = "# --- demo ---"
 # Demos that a lesson runs for another one: `ddp.py --sync server`, and fsdp.py's
