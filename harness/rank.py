@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -144,10 +143,7 @@ def text_of(args):
 
 def check_memory(args):
     """Refuse a model whose weights alone do not fit into this machine's memory."""
-    config = configure(args)
-    # To build 100,000 layers, only to count them, would take minutes
-    one, two = (parameter_count(replace(config, layers=layers)) for layers in (1, 2))
-    size = (one + (config.layers - 1) * (two - one)) * DTYPES[args.dtype].itemsize
+    size = parameter_count(configure(args)) * DTYPES[args.dtype].itemsize
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if args.device == "cpu" and size > memory:
         problem = f"the weights take {size / 1e9:,.0f} GB, this machine has {memory / 1e9:,.0f} GB"

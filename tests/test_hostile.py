@@ -2,7 +2,9 @@
 what it can't write."""
 
 import importlib
+import json
 import os
+import pathlib
 import signal
 import sys
 from types import SimpleNamespace
@@ -32,7 +34,8 @@ def end(*_, **__):
 
 @pytest.fixture
 def nothing_starts(monkeypatch, tmp_path):
-    """Scripts go as far as their checks: no rank, no other process, no simulation, no picture."""
+    """Scripts go as far as their checks: no rank, no other process, no simulation, no picture. The
+    text is a small one: each command line reads it."""
     from receipts import pipeline, zero
     from simulator import command, dryrun, layouts
 
@@ -47,6 +50,8 @@ def nothing_starts(monkeypatch, tmp_path):
     ):
         monkeypatch.setattr(module, name, end)
     monkeypatch.setattr(layouts, "candidates", lambda *_: [])
+    find, small = data.find, pathlib.Path(json.__file__).parent
+    monkeypatch.setattr(data, "find", lambda path: find(small if path == "stdlib" else path))
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
 
