@@ -299,9 +299,9 @@ def bytes_on_the_wire(rank, nodes, path):
 
 
 def test_bytes_on_the_wire(ranks, two_nodes, tmp_path):
-    """25 MB between two nodes: what the ledger says was sent the interfaces counted too, and headers:
-    up to 3.4% on a busy machine. Ranks of its own, because they move to the nodes."""
+    """25 MB between two nodes. Interfaces count up to 9% more, headers and what TCP sends again;
+    a chunk sent twice would be 50%. Ranks of its own, because they move to the nodes."""
     for received, sent, counted in ranks(2, bytes_on_the_wire, two_nodes, str(tmp_path / "met")):
         assert counted == 25_000_000
-        assert counted <= sent < 1.06 * counted
-        assert counted <= received < 1.06 * counted
+        assert counted <= sent < 1.25 * counted
+        assert counted <= received < 1.25 * counted
