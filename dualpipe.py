@@ -239,7 +239,8 @@ def demo(run):
 
     ep, pp, links = own_group(mesh), own_group(mesh.T), [own_group(mesh.T) for _ in range(4)]
     run.groups(ep=ep, pp=pp, down=links[:2], up=links[2:])
-    schedule = PairedSchedule(find_schedule("dualpipev", len(mesh), args.microbatches).rows)
+    kind = SplitSchedule if args.in_turns else PairedSchedule
+    schedule = kind(find_schedule("dualpipev", len(mesh), args.microbatches).rows)
     open_links(links, schedule, run.device)
     layers = receipts.pipeline.stage_layers(config, schedule.last + 1)
     parts = harness.split(run.meta_model, layers, schedule.stages(dist.get_rank(pp)))
