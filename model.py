@@ -23,7 +23,7 @@ arXiv:2401.04088 (Mixtral). Each part below names its own paper.
 import operator
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.nn as nn
@@ -68,6 +68,15 @@ class Config:
         check_config(self)
 
 
+class Batch(NamedTuple):
+    """What GPT.forward tells every block beside x."""
+
+    rope: tuple | None = None  # the rotary_table of the tokens' positions
+    drop_key: torch.Tensor | None = None  # (B, T), see Dropout
+    target_count: torch.Tensor | int | None = None  # divides the losses, the routers' too
+    starts: torch.Tensor | None = None  # (B, T): where each token's document starts
+
+
 class Attention(nn.Module):
     """Causal self-attention, x (B, T, C) -> (B, T, C). One matrix makes q, k and v. Its rows are
     ordered by key/value head, q..q k v | q..q k v | ...: a cut into t equal parts leaves whole
@@ -84,17 +93,17 @@ class Attention(nn.Module):
         self.core = AttentionCore()
         self.proj = nn.Linear(config.width, config.width, bias=config.bias is True)
 
-    def forward(self, x, rope=None, starts=None):
-        return self.attend(self.qkv(self.enter(x)), rope, starts)
+    def forward(self, x, batch=Batch()):
+        return self.attend(self.qkv(self.enter(x)), batch)
 
-    def attend(self, qkv, rope, starts=None):  # its own method: recomputation keeps qkv
+    def attend(self, qkv, batch):  # its own method: recomputation keeps qkv
         groups = qkv.unflatten(-1, (-1, self.queries_per_kv + 2, self.head_dim))
         # q (B, T, H_kv, H/H_kv, D), k and v (B, T, H_kv, 1, D)
         q, k, v = groups.split((self.queries_per_kv, 1, 1), dim=-2)
         q, k, v = (y.flatten(2, 3).transpose(1, 2) for y in (q, k, v))  # (B, H or H_kv, T, D)
-        if rope is not None:
-            q, k = rotate(q, rope), rotate(k, rope)
-        y = self.core(q, k, v, starts)  # (B, H, T, D)
+        if batch.rope is not None:
+            q, k = rotate(q, batch.rope), rotate(k, batch.rope)
+        y = self.core(q, k, v, batch.starts)  # (B, H, T, D)
         return self.proj(y.transpose(1, 2).flatten(2))
 
 
@@ -121,7 +130,7 @@ class MLP(nn.Module):
         self.up = nn.Linear(config.width, config.hidden, bias=config.bias is True)
         self.down = nn.Linear(config.hidden, config.width, bias=config.bias is True)
 
-    def forward(self, x, target_count=None):  # the count is for a mixture's losses
+    def forward(self, x, batch=None):  # batch: for the mixture that may take an MLP's place
         x = self.enter(x)
         # gate runs before up, as declared: ddp.py's buckets expect backward in the reverse order
         gate = None if self.gate is None else self.gate(x)
@@ -133,8 +142,7 @@ class MLP(nn.Module):
 
 class Block(nn.Module):
     """One layer, x (B, T, C) -> (B, T, C): attention, then an MLP or a mixture of experts. Each
-    sees a norm of x, and its output is added to x. rope: None, or a rotary_table. drop_key (B, T):
-    see Dropout. target_count (for routers) and starts: see GPT.forward."""
+    sees a norm of x, and its output is added to x."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -146,9 +154,9 @@ class Block(nn.Module):
         self.mlp = MoE(config) if config.experts else MLP(config)
         self.mlp_drop = Dropout(config.dropout, site=2 * layer + 2)
 
-    def forward(self, x, rope=None, drop_key=None, target_count=None, starts=None):
-        x = x + self.attn_drop(self.attn(self.attn_norm(x), rope, starts), drop_key)
-        x = x + self.mlp_drop(self.mlp(self.mlp_norm(x), target_count), drop_key)
+    def forward(self, x, batch=Batch()):
+        x = x + self.attn_drop(self.attn(self.attn_norm(x), batch), batch.drop_key)
+        x = x + self.mlp_drop(self.mlp(self.mlp_norm(x), batch), batch.drop_key)
         return x
 
 
@@ -199,8 +207,9 @@ class GPT(nn.Module):
         rope = None
         if config.positions == "rope":
             rope = rotary_table(positions, config, x.dtype)
+        batch = Batch(rope, drop_key, target_count, starts)
         for block in self.blocks.values():
-            x = self.run_block(block, x, rope, drop_key, target_count, starts)
+            x = self.run_block(block, x, batch)
         if self.head is None:
             return x
         logits = self.head(x)
@@ -316,14 +325,14 @@ class MoE(nn.Module):
         if config.shared:
             self.shared = MLP(replace(config, hidden=config.shared * config.hidden))
 
-    def forward(self, x, target_count=None):
+    def forward(self, x, batch=Batch()):
         shared = []  # gets the shared MLP's result when the dispatch calls run_shared
 
         def run_shared():
             if self.shared is not None:
                 shared.append(self.shared(x))
 
-        weights, chosen = self.router(x, target_count)
+        weights, chosen = self.router(x, batch.target_count)
         # An `enter` that gathers tokens must gather their experts as well
         entered, weights, chosen = self.enter(x), self.enter(weights), self.enter(chosen)
         rows, weights, chosen = (t.flatten(0, 1) for t in (entered, weights, chosen))  # (B T, ...)

@@ -45,7 +45,7 @@ def run_checkpointed(function, *inputs, **options):
     return checkpoint(function, *inputs, **options)
 
 
-def run_selectively(block, x, rope=None, drop_key=None, target_count=None, starts=None):
+def run_selectively(block, x, batch):
     """The forward of a block that runs norm + qkv again in backward, and norm + up. Backward needs
     only the input of the product, so the second run stops before it. A norm before two products
     (SwiGLU, a mixture) is kept, or the first would run twice."""
@@ -58,12 +58,12 @@ def run_selectively(block, x, rope=None, drop_key=None, target_count=None, start
         return block.mlp.up(block.mlp.enter(block.mlp_norm(x)))
 
     qkv = run_checkpointed(project, x)
-    x = x + block.attn_drop(block.attn.attend(qkv, rope, starts), drop_key)
+    x = x + block.attn_drop(block.attn.attend(qkv, batch), batch.drop_key)
     if isinstance(block.mlp, gpt.MLP) and block.mlp.gate is None:
         y = block.mlp.finish(run_checkpointed(expand, x))
     else:
-        y = block.mlp(block.mlp_norm(x), target_count)
-    return x + block.mlp_drop(y, drop_key)
+        y = block.mlp(block.mlp_norm(x), batch)
+    return x + block.mlp_drop(y, batch.drop_key)
 
 
 def run_half_again(block, *inputs):

@@ -77,7 +77,7 @@ def test_mixture_is_a_loop_over_tokens_and_experts(family, scores, renormalize):
     everything = [x, *moe.parameters()]
     # count = 2 x 3 x 6: each sequence's losses count tokens / count = 1/6
     expected_grads = torch.autograd.grad(expected.square().sum() + losses / 6, everything)
-    y = moe(x, 36)
+    y = moe(x, gpt.Batch(target_count=36))
     torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-10)
     grads = torch.autograd.grad(y.square().sum(), everything)
     torch.testing.assert_close(grads, expected_grads, rtol=1e-10, atol=1e-10)
