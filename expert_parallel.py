@@ -1,22 +1,24 @@
 """Expert parallelism: each rank has some of the experts, and tokens travel to them and back.
 
 A mixture replaces the one MLP of a block by E MLPs, the experts. A router, a linear layer, scores
-them for each token, which goes to the k best. y is the sum of their results, weighted by the
-router. Here E = 4, k = 2, N = 2 ranks have 4 tokens each. A digit is a token for expert `digit`:
+the experts for each token. The token goes to the k best. y is the sum of their results, weighted by
+the router's scores. Here E = 4, k = 2, and N = 2 ranks have 4 tokens each. A digit is a row: a
+token on its way to the expert of that number.
 
-             rows to send,            all-to-all:                   its        all-to-all back:
-             sorted by expert         from rank 0    from rank 1    experts    weigh, add up
-    rank 0   0 0 1 | 2 2 2 3 3        0 0 1          0 1 1          0, 1       y of its 4 tokens
-    rank 1   0 1 1 | 2 3 3 3 3        2 2 2 3 3      2 3 3 3 3      2, 3       y of its 4 tokens
+             rows to send,        all-to-all:                sorted again,          all-to-all back:
+             sorted by expert     from rank 0  from rank 1   for its experts        weigh, add up
+    rank 0   0 0 1 | 2 2 2 3 3    0 0 1        0 1 1         0 0 0 1 1 1            y of 4 tokens
+    rank 1   0 1 1 | 2 3 3 3 3    2 2 2 3 3    2 3 3 3 3     2 2 2 2 3 3 3 3 3 3    y of 4 tokens
 
 Split: the experts, and the batch (each rank has its own tokens). A rank's experts are consecutive,
 so rows that are sorted by expert are sorted by rank. How many rows go where depends on the routing:
-ranks first tell each other, and the host (the CPU) waits to read the numbers. Where routing is
-uneven all ranks wait for the fullest one: a balance loss (model.py) or `capacity` limits that.
+ranks first tell each other, and the host (the CPU) waits to read the numbers. If routing is uneven,
+all ranks wait for the one with the most rows: a balance loss (model.py) or `capacity` limits that.
 
 Sent: rows (dispatch), their results (combine), and in backward the gradients of both. n tokens per
 rank make k n rows of C elements, e bytes each. Of these r = (N-1)/N leave the rank, if routing is
-even: 4 r k n C e bytes per layer. Once a step: 2 r P e, to all-reduce the P other parameters.
+even: 4 r k n C e bytes per layer, and 8 r E bytes of counts. Once a step: 2 r P e, to all-reduce
+the P other parameters.
 
 Backward: each row's gradient goes back the way the row came. An expert computes its rows of the
 whole batch, so its gradient is complete, if each rank divides its loss by the number of all tokens.
@@ -33,40 +35,37 @@ import math
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.autograd.function import once_differentiable  # refuses a gradient of a gradient
+from torch.autograd.function import once_differentiable
 
 # --- the plain mixture: sort, send, compute, send back, add up
 
 
-def plain_dispatch(x, router_weights, chosen, experts, experts_per_rank, group):
-    """x (n, C) -> y (n, C), by the router's weights (n, k) and its choices, `chosen` (n, k).
-    experts(rows, rows_per_expert): a function that runs this rank's MLPs. It gets rows (m, C),
-    sorted by expert, and returns (m, C), row for row. experts_per_rank: how many each rank has.
+def plain_dispatch(x, router_weights, chosen, experts, expert_count, group):
+    """x (n, C) -> y (n, C), by the router's weights (n, k) and its choices, `chosen` (n, k). Each
+    of N ranks has expert_count / N experts. experts(rows, rows_per_expert): runs this rank's on
+    rows (m, C), which are sorted by expert, and returns (m, C), row for row.
 
     Not checked: x must require a gradient on every rank, or backward waits for ever. ExpertDispatch
-    needs no such promise, and overlaps the messages."""
-    world, local_experts = len(experts_per_rank), experts_per_rank[dist.get_rank(group)]
-    # Sort by expert, and so by rank. Assignment i is a choice of token i // k
-    assignments = chosen.flatten()
-    order = assignments.argsort(stable=True)
-    token = order // chosen.shape[1]  # (n k,): the token of each row
+    needs no such promise, takes any number of experts, and overlaps the messages."""
+    world = dist.get_world_size(group)
+    # Sort by expert, and so by rank. Each token makes k rows
+    order = chosen.flatten().argsort(stable=True)  # (n k,)
+    token_of_row = order // chosen.shape[1]
     # Send: first how many rows there are for each expert, then the rows
-    outgoing = assignments.bincount(minlength=sum(experts_per_rank))  # (E,)
-    incoming = outgoing.new_empty(world * local_experts)
-    lengths = dict(output_split_sizes=[local_experts] * world, input_split_sizes=experts_per_rank)
-    dist.all_to_all_single(incoming, outgoing, **lengths, group=group)
-    incoming = incoming.view(world, local_experts)  # from each rank, for each expert here
-    to_ranks = torch.stack([part.sum() for part in outgoing.split(experts_per_rank)])
-    send_counts = to_ranks.tolist()  # rows to each rank
+    outgoing = chosen.flatten().bincount(minlength=expert_count)
+    outgoing = outgoing.view(world, expert_count // world)  # to each rank, for each of its experts
+    incoming = torch.empty_like(outgoing)  # from each rank, for each expert here
+    dist.all_to_all_single(incoming, outgoing, group=group)
+    send_counts = outgoing.sum(1).tolist()  # rows to each rank
     receive_counts = incoming.sum(1).tolist()  # rows from each rank
-    rows = AllToAll.apply(x[token], send_counts, receive_counts, group)  # (m, C), rank 0's first
-    # Compute
+    rows = AllToAll.apply(x[token_of_row], send_counts, receive_counts, group)  # (m, C)
+    # Compute: sort again, by expert, and run this rank's experts
     results = run_experts(experts, rows, incoming)
     # Send back
     results = AllToAll.apply(results, receive_counts, send_counts, group)  # (n k, C), as sent
     # Weigh and add up. The router's weights may have a wider dtype than x
     results = results * router_weights.flatten()[order].unsqueeze(1)
-    return torch.zeros_like(x).index_add(0, token, results.to(x.dtype))
+    return torch.zeros_like(x).index_add(0, token_of_row, results.to(x.dtype))
 
 
 class AllToAll(torch.autograd.Function):
@@ -81,18 +80,17 @@ class AllToAll(torch.autograd.Function):
         return arrived
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, gradient):
         return AllToAll.apply(gradient, *ctx.way_back), None, None, None
 
 
 def run_experts(experts, rows, incoming):
-    """Sorts the rows, which arrived rank by rank, by expert, runs the experts, and puts the results
-    in the order of arrival. incoming (N, local_experts): how many rows each rank sent for each."""
+    """The rows arrived by rank. Sorts them by expert, runs the experts, and puts the results back
+    in the order of arrival. incoming (N, local_experts): how many rows each rank sent to each."""
     world, local_experts = incoming.shape
-    expert = torch.arange(local_experts, device=rows.device).repeat(world)
-    # (m,). Without output_size the host would wait for the device
-    expert_of_row = expert.repeat_interleave(incoming.flatten(), output_size=len(rows))
+    expert_of_row = torch.arange(local_experts, device=rows.device).repeat(world)
+    # (m,). output_size: else the host would wait for the device
+    expert_of_row = expert_of_row.repeat_interleave(incoming.flatten(), output_size=len(rows))
     by_expert = expert_of_row.argsort(stable=True)
     rows = rows.index_select(0, by_expert)
     results = experts(rows, incoming.sum(0))
@@ -101,6 +99,57 @@ def run_experts(experts, rows, incoming):
         # graph: else this rank would not join the all-to-alls of backward
         results = results + rows.to(results.dtype)
     return results.index_select(0, by_expert.argsort())  # the inverse permutation
+
+
+# --- whose parameters: experts are split, the rest is replicated
+
+
+def expert_counts(expert_count, world):
+    """How many experts each rank has. Where they don't divide, the first ranks have one more."""
+    if expert_count < world:
+        raise ValueError(f"{expert_count} experts are too few for {world} ranks: each needs one")
+    each, more = divmod(expert_count, world)
+    return [each + 1 if rank < more else each for rank in range(world)]
+
+
+def shard_experts(parameter, group, data_group=None):
+    """This rank's experts of a parameter (E, ...), as a new parameter: put it in the old one's
+    place, then make the optimizer. Its `placement` says which shard it is (of experts that are
+    modules of their own you write it: docs/use/two-techniques.md).
+
+    data_group: where data parallelism has more ranks than `group`, the ranks that hold the same
+    experts. The gradients of these must be summed over it."""
+    group = group or dist.group.WORLD
+    rank = dist.get_rank(group)
+    sizes = expert_counts(len(parameter), dist.get_world_size(group))
+    part = parameter.detach().split(sizes)[rank].clone()
+    part = nn.Parameter(part, requires_grad=parameter.requires_grad)
+    part.__dict__.update(parameter.__dict__)  # attributes that other techniques have put there
+    whole = {"shape": tuple(parameter.shape), "cuts": {}} | getattr(parameter, "placement", {})
+    cuts = whole["cuts"] | {0: (group, sum(sizes[:rank]), sizes[rank])}  # {dimension: which part}
+    part.placement = whole | {"cuts": cuts, "data": data_group}
+    return part
+
+
+def is_split(parameter, group):
+    """Whether each rank of the group has another shard of the parameter."""
+    cuts = getattr(parameter, "placement", {}).get("cuts", {})
+    return any(group is other for other, _, _ in cuts.values())
+
+
+def sum_replicated_gradients(parameters, group):
+    """Sum the gradients of all parameters that are not split over the group, in one all-reduce.
+    Call it once a step, after the last backward pass; then with the data_group, if there is one."""
+    group = group or dist.group.WORLD
+    replicated = [p for p in parameters if p.requires_grad and not is_split(p, group)]
+    for p in replicated:
+        if p.grad is None:  # zeros: if it were skipped on one rank only, replicas would drift apart
+            p.grad = torch.zeros_like(p)
+        mark_summed(p, group)
+    flat = torch.cat([p.grad.flatten() for p in replicated])
+    dist.all_reduce(flat, group=group)
+    for p, total in zip(replicated, flat.split([p.numel() for p in replicated])):
+        p.grad.data.copy_(total.view_as(p))  # .data leaves _version as it is, for mark_summed
 
 
 # --- a model of yours: each of N ranks has some tokens x (n, C), and some of E experts
@@ -118,9 +167,10 @@ def run_experts(experts, rows, incoming):
 #     for x, targets in microbatches:
 #         weights, chosen = model.router(x).softmax(-1).topk(k)  # router: nn.Linear(C, E)
 #         y = dispatch(x, weights, chosen, mlps)
-#         loss = F.cross_entropy(model.head(y), targets, reduction="sum") / target_count
+#         loss = F.cross_entropy(model.head(y), targets, reduction="sum")
+#         loss = loss / target_count  # the targets of all ranks and micro-batches
 #         # An even load needs a balance loss, added here: Router.imbalance in model.py
-#         loss.backward()  # target_count: the targets of all ranks and micro-batches
+#         loss.backward()
 #     sum_replicated_gradients(model.parameters(), group)  # then step
 #
 # A norm to clip by must count all ranks' experts: take tensor_parallel.py's grad_norm.
@@ -136,7 +186,8 @@ class Transfer:
     forward     sends rows            -->    waits for rows
     backward    waits for gradients   <--    sends gradients
 
-    Autograd runs nodes in reverse order of forward, which is the same on all ranks."""
+    Autograd runs nodes in the reverse of forward's order. Forward's order is the same on all ranks,
+    so backward's messages meet. before_wait(): called before each wait, see ExpertDispatch."""
 
     def __init__(self, send_counts, receive_counts, group, before_wait):
         self.counts = send_counts, receive_counts
@@ -167,7 +218,7 @@ class Start(torch.autograd.Function):
         return rows.new_empty(0)
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable  # a gradient of a gradient is refused: these messages have no backward
     def backward(ctx, empty):
         return ctx.transfer.wait(), None
 
@@ -183,8 +234,7 @@ class Wait(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
-        send_counts, receive_counts = ctx.transfer.counts
-        ctx.transfer.start(gradient, receive_counts, send_counts)
+        ctx.transfer.start(gradient, *reversed(ctx.transfer.counts))  # the other way
         return gradient.new_empty(0), None
 
 
@@ -195,12 +245,12 @@ class ExpertDispatch(nn.Module):
     """Like plain_dispatch, overlapped: dispatch(x, router_weights, chosen, experts) -> (n, C).
 
     experts_per_rank: expert_counts(E, N). chosen: experts' numbers, int64, 0..E-1.
-    experts(rows, rows_per_expert): as there. rows_per_expert is int64. m may be 0: the result's
-    dtype must be the same then.
+    experts(rows, rows_per_expert): as in plain_dispatch. rows_per_expert is int64. A rank may get
+    no rows: the result must have the same dtype then.
     meanwhile(): called once, while rows travel, for what needs no expert, such as a shared MLP. Its
     result is not returned: keep it yourself.
     chunks: how many parts the tokens are cut into. One is computed while others travel.
-    capacity: an expert takes at most so many times its even share, see drop_late. None: all rows.
+    capacity: an expert takes at most capacity k n / E of a rank's rows: drop_late. None: all rows.
     before_wait(): called before each wait: dualpipe.py runs another micro-batch there.
 
     All ranks must call this equally often, backward too, with the same experts_per_rank and chunks:
@@ -221,17 +271,14 @@ class ExpertDispatch(nn.Module):
         check_chosen(chosen, expert_count)
         if self.capacity is not None:
             chosen = drop_late(chosen, expert_count, self.capacity)
-        assignments = [chunk.flatten() for chunk in chosen.tensor_split(self.chunks)]
-        orders = [chunk.argsort(stable=True) for chunk in assignments]
-        send_counts, receive_counts, incoming = self.exchange_counts(assignments)
-        # Where all lower layers are frozen x needs no gradient. But then this rank's backward would
-        # not join the all-to-alls that other ranks wait in
+        # If all lower layers are frozen, x needs no gradient. Ask for one all the same: the
+        # backward passes of other ranks wait for this rank's all-to-alls
         if torch.is_grad_enabled() and not x.requires_grad:
             x = x.detach().requires_grad_()
-        parts = [whole.tensor_split(self.chunks) for whole in (x, router_weights)]
-        chunks = zip(*parts, orders, send_counts, receive_counts, incoming)
+        parts = [whole.tensor_split(self.chunks) for whole in (x, router_weights, chosen)]
+        counts = self.exchange_counts([part.flatten() for part in parts[2]])
         # Each generator stops three times: rows sent; results sent back; results added up
-        generators = [self.run_chunk(experts, *chunk) for chunk in chunks]
+        generators = [self.run_chunk(experts, *chunk) for chunk in zip(*parts, *counts)]
         for generator in generators:
             next(generator)
         meanwhile()
@@ -239,156 +286,85 @@ class ExpertDispatch(nn.Module):
             next(generator)
         return torch.cat([next(generator) for generator in generators])
 
-    def run_chunk(self, experts, x, router_weights, order, send_counts, receive_counts, incoming):
-        """plain_dispatch from its first AllToAll on. At a `yield` it stops, and others run."""
-        order = order[: sum(send_counts)]  # dropped assignments come last
-        token = order // router_weights.shape[1]
+    def run_chunk(self, experts, x, router_weights, chosen, send_counts, receive_counts, incoming):
+        """plain_dispatch without the counts. At a `yield` it stops, and others run."""
+        # A dropped choice has the number E: it comes last, and is cut off
+        order = chosen.flatten().argsort(stable=True)[: sum(send_counts)]
+        token_of_row = order // chosen.shape[1]
         dispatch = Transfer(send_counts, receive_counts, self.group, self.before_wait)
         combine = Transfer(receive_counts, send_counts, self.group, self.before_wait)
-        sent = Start.apply(x.index_select(0, token), dispatch)
+        sent = Start.apply(x.index_select(0, token_of_row), dispatch)
         yield
         results = run_experts(experts, Wait.apply(sent, dispatch), incoming)
         sent = Start.apply(results, combine)
         yield
         results = Wait.apply(sent, combine) * router_weights.flatten()[order].unsqueeze(1)
-        yield torch.zeros_like(x).index_add(0, token, results.to(x.dtype))
+        yield torch.zeros_like(x).index_add(0, token_of_row, results.to(x.dtype))
 
-    def exchange_counts(self, chunks):
-        """Tell every rank how many rows it gets. chunks: each chunk's assignments (n k,), which are
-        numbers of experts; E stands for a dropped one. Returns, for each chunk:
+    def exchange_counts(self, choices):
+        """Tell every rank how many rows it gets. choices: each chunk's (n k,), numbers of experts.
+        E stands for a dropped one. Returns, for each chunk:
 
         send_counts, receive_counts: how many rows go to each rank, and come from it, as lists
         incoming (N, local_experts): how many come from each rank for each expert here"""
-        world = len(self.experts_per_rank)
+        world, chunks = len(self.experts_per_rank), len(choices)
         local_experts = self.experts_per_rank[dist.get_rank(self.group)]
-        outgoing = chunks[0].new_zeros(sum(self.experts_per_rank) + 1, len(chunks))
-        for column, chunk in zip(outgoing.unbind(1), chunks):
-            column.scatter_add_(0, chunk, torch.ones_like(chunk))  # bincount waits for the device
-        outgoing = outgoing[:-1]  # (E, chunks), without the dropped ones
-        incoming = outgoing.new_empty(world * local_experts, len(chunks))
-        lengths = [local_experts] * world, self.experts_per_rank
-        dist.all_to_all_single(incoming, outgoing, *lengths, group=self.group)
-        incoming = incoming.view(world, local_experts, len(chunks))
-        incoming = incoming.permute(2, 0, 1)  # (chunks, N, local_experts)
+        outgoing = choices[0].new_zeros(sum(self.experts_per_rank) + 1, chunks)  # E: the dropped
+        for column, chosen in zip(outgoing.unbind(1), choices):
+            column.scatter_add_(0, chosen, torch.ones_like(chosen))  # bincount waits for the device
+        outgoing = outgoing[:-1]  # (E, chunks)
+        incoming = outgoing.new_empty(world * local_experts, chunks)
+        split_sizes = [local_experts] * world, self.experts_per_rank
+        dist.all_to_all_single(incoming, outgoing, *split_sizes, group=self.group)
+        incoming = incoming.view(world, local_experts, chunks).permute(2, 0, 1)
         to_ranks = [part.sum(0) for part in outgoing.split(self.experts_per_rank)]  # (chunks,) each
         counts = torch.stack((torch.stack(to_ranks, dim=1), incoming.sum(2)))  # (2, chunks, N)
         send_counts, receive_counts = counts.tolist()  # the host waits for the device, once
         return send_counts, receive_counts, incoming
 
 
+# --- capacity: an expert refuses rows beyond its share
+
+
 def drop_late(chosen, expert_count, capacity):
-    """chosen (n, k), with E in place of each choice that is dropped. An expert takes capacity *
-    k n / E of this rank's rows. First choices go before second ones, then earlier tokens first."""
+    """chosen (n, k), with E in place of each choice that is dropped. An expert takes at most
+    ceil(capacity k n / E) of this rank's rows: first choices before second ones, then earlier
+    tokens before later ones."""
     n, k = chosen.shape
-    queue = chosen.t().flatten()  # (k n,): all first choices, all second ones, ...
-    one_hot = queue.unsqueeze(1) == torch.arange(expert_count, device=queue.device)  # (k n, E)
-    place = one_hot.cumsum(0).gather(1, queue.unsqueeze(1))  # (k n, 1), an expert's first has 1
-    limit = math.ceil(min(capacity * k * n / expert_count, k * n))
-    late = place.view(k, n).t() > limit
+    choices = chosen.t().flatten()  # (k n,): all first choices, all second ones, ...
+    one_hot = choices.unsqueeze(1) == torch.arange(expert_count, device=choices.device)  # (k n, E)
+    place_in_queue = one_hot.cumsum(0).gather(1, choices.unsqueeze(1))  # (k n, 1), from 1
+    late = place_in_queue.view(k, n).t() > math.ceil(capacity * k * n / expert_count)
     return chosen.masked_fill(late, expert_count)
-
-
-# --- whose parameters: experts are split, the rest is replicated
-
-
-def expert_counts(expert_count, world):
-    """How many experts each rank has. Where they don't divide, the first ranks have one more."""
-    if expert_count < world:
-        raise ValueError(f"{expert_count} experts are too few for {world} ranks: each needs one")
-    each, more = divmod(expert_count, world)
-    return [each + 1 if rank < more else each for rank in range(world)]
-
-
-def placement(parameter):
-    """Which shard of which whole a parameter is, with defaults for the missing entries:
-
-    shape    of the whole parameter
-    cuts     {dimension: (group, start, length)}: each rank of the group has a different shard
-
-    Other techniques add partial and data: docs/use/two-techniques.md."""
-    default = dict(shape=tuple(parameter.shape), cuts={}, partial=[], data=None)
-    return default | getattr(parameter, "placement", {})
-
-
-def split_over(parameter, group):
-    """Whether each rank of the group holds a different shard of the parameter."""
-    group = group or dist.group.WORLD
-    return any(group is other for other, _, _ in placement(parameter)["cuts"].values())
-
-
-def shard_experts(parameter, group, data_group=None):
-    """This rank's experts of a parameter (E, ...), as a new parameter: put it in the old one's
-    place, then make the optimizer. Its `placement` says that it is split. Where each expert is a
-    module of its own, write its placement yourself (docs/use/two-techniques.md).
-
-    data_group: where data parallelism has more ranks than `group`, the ranks that hold the same
-    experts. The gradients of these must be summed over it."""
-    group, whole = group or dist.group.WORLD, placement(parameter)
-    if 0 in whole["cuts"]:
-        raise ValueError("the experts of this parameter are dealt out already: cut it once")
-    rank = dist.get_rank(group)
-    sizes = expert_counts(len(parameter), dist.get_world_size(group))
-    part = parameter.detach().split(sizes)[rank].clone()
-    part = nn.Parameter(part, requires_grad=parameter.requires_grad)
-    part.__dict__.update(parameter.__dict__)
-    cuts = whole["cuts"] | {0: (group, sum(sizes[:rank]), sizes[rank])}
-    part.placement = whole | {"cuts": cuts, "data": data_group}
-    return part
-
-
-def sum_replicated_gradients(parameters, group):
-    """Sum the gradients of all parameters that are not split over the group, in one all-reduce. A
-    parameter without a gradient on this rank counts as zeros, and gets the sum. Call it once a
-    step, after the last backward pass; once more with the data_group, if there is one."""
-    group = group or dist.group.WORLD
-    replicated = [p for p in parameters if p.requires_grad and not split_over(p, group)]
-    all_reduce_gradients(replicated, group)
-
-
-def all_reduce_gradients(parameters, group):
-    """Sum gradients over the group, in one message. A rank without one adds zeros and gets the sum:
-    if an optimizer skipped a parameter on one rank only, its replicas would drift apart."""
-    for p in parameters:
-        refuse_summed(p, group)
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-    flat = torch.cat([p.grad.flatten() for p in parameters])
-    dist.all_reduce(flat, group=group)
-    for p, total in zip(parameters, flat.split([p.numel() for p in parameters])):
-        # By .data, which leaves _version as it is: refuse_summed, below, compares it
-        p.grad.data.copy_(total.view_as(p))
-        note_sum(p, group)
 
 
 # --- mistakes that would be silent: refused
 
 
 def check_chosen(chosen, expert_count):
-    """A number beyond the last expert's would mean a dropped token. The host need not wait."""
+    """Else E would pass for a dropped choice. The host does not wait for _assert_async."""
     valid = (chosen >= 0) & (chosen < expert_count)
     why = f"a token chose an expert that is not one of the {expert_count}"
     torch._assert_async(valid.all(), why)
 
 
-def refuse_summed(parameter, group=None):
-    """Refuse a gradient that was summed over the group (None: over any group) and has not changed
-    since. torch counts a tensor's changes in its _version."""
+def mark_summed(parameter, group):
+    """Called before a sum. From then on refuses a second sum over the group, and a backward pass,
+    which would add an unsummed gradient to the sum, until the gradient changes: torch counts a
+    tensor's changes in its _version. Clipping is a change too: after it nothing is refused."""
+
+    def refuse(versions):
+        if parameter.grad is not None and parameter.grad._version in versions:
+            raise RuntimeError(
+                "this gradient is summed over the ranks already: sum once a step, after the last "
+                "backward pass, and call zero_grad() before the next one"
+            )
+
     summed_at = getattr(parameter.grad, "summed_at", {})  # {group's name: _version at its sum}
-    versions = summed_at.values() if group is None else [summed_at.get(group.group_name)]
-    if parameter.grad is not None and parameter.grad._version in versions:
-        raise RuntimeError(
-            "this gradient is summed over the ranks already: sum once a step, after the last "
-            "backward pass, and call zero_grad() before the next one"
-        )
-
-
-def note_sum(parameter, group):
-    """Remember that the gradient is summed: now another sum over this group is refused, and another
-    backward pass, which would add an unsummed gradient to the sum."""
-    grad = parameter.grad
-    grad.summed_at = getattr(grad, "summed_at", {}) | {group.group_name: grad._version}
+    refuse([summed_at.get(group.group_name)])
+    parameter.grad.summed_at = summed_at | {group.group_name: parameter.grad._version}
     if not hasattr(parameter, "watched"):  # the hook runs before backward adds to the gradient
-        parameter.register_hook(lambda _: refuse_summed(parameter))
+        parameter.register_hook(lambda _: refuse(getattr(parameter.grad, "summed_at", {}).values()))
         parameter.watched = True
 
 
@@ -396,8 +372,8 @@ def note_sum(parameter, group):
 
 
 def parallelize_experts(model, group, data_group=None, **options):
-    """Deal the experts of a GPT out over `group`, in place, and return it: on the meta device or
-    with weights, after parallelize_tensors, before the optimizer. data_group: see shard_experts."""
+    """Give each rank of the group some experts of a GPT, in place: on the meta device or with
+    weights, before the optimizer is made; beside tensor parallelism after parallelize_tensors."""
     group = group or dist.group.WORLD
     sizes = expert_counts(model.config.experts, dist.get_world_size(group))
     for mixture in [block.mlp for block in model.blocks.values()]:
@@ -420,12 +396,12 @@ def main():
     g = parser.add_argument_group("expert parallelism")
     why = "parts of a rank's tokens: one is computed while others travel"
     g.add_argument("--chunks", **harness.POSITIVE, default=2, help=why)
-    receipts.expert_parallel.flags(g)
+    receipts.expert_parallel.flags(g)  # --capacity, --bias-rate
     args = parser.parse_args()
     config = harness.configure(args)
     receipts.expert_parallel.check(args, config)
 
-    def check(world):
+    def check(world):  # before the ranks start
         harness.check_batch(args, world)
         expert_counts(config.experts, world)
 
@@ -434,7 +410,7 @@ def main():
 
 def demo(run):
     args, group = run.args, dist.group.WORLD
-    run.groups(ep=group)
+    run.groups(ep=group)  # the receipt's name for it
     options = dict(capacity=args.capacity, chunks=args.chunks)
     model = run.fill(parallelize_experts(run.meta_model(), group, **options))
     parameters = list(model.parameters())

@@ -94,7 +94,7 @@ TABLE = {
     # Uneven rows, a rank without any, a rank whose experts nobody chooses; two copies of experts
     "expert_parallel": """
 4 mixture {sgd|adamw} ep="all"
-4 mixture sgd {ep="all", plain=True|ep=2}
+{3 mixture sgd ep="all", plain=True|4 mixture sgd ep=2}
 """,
     "three techniques": """
 8 heads {sgd data="zero 1", tp=2, pp=2, schedule="1f1b"|sgd data="ddp", cp=2, tp=2}
@@ -734,7 +734,7 @@ def test_what_is_trained_and_its_dtype(ep):
         return rows @ given["experts"] if len(rows) else torch.zeros_like(rows)
 
     def plain(x, weights):
-        return ep.plain_dispatch(x, weights, chosen, experts, [1, 1, 1], group.WORLD)
+        return ep.plain_dispatch(x, weights, chosen, experts, 3, group.WORLD)
 
     def overlapped(x, weights):
         return ep.ExpertDispatch([1, 1, 1], group.WORLD)(x, weights, chosen, experts)

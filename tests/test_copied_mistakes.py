@@ -100,7 +100,6 @@ SplitSchedule([[pipeline.Action(kind, 0, 0) for kind in {"BF" | "FI" | "FWI" | "
     # stage 0 runs micro-batch 0 as
 """,
     "expert_parallel": """
-shard_experts(shard_experts(weight, world), world)  # dealt out already
 dispatch(chosen={4 | 5 | -1})  # a token chose an expert that is not one of the 4
 twice(lambda x: dispatch(x, experts=lambda rows, counts: rows**3), 3, 4)  # once_differentiable
 """,

@@ -145,7 +145,7 @@ class Layout(OneProcess):
             mixture.experts.mlps = mixture.experts.mlps[start : start + sizes[rank]]
             for p in mixture.experts.parameters():
                 p.placement = {"cuts": {None: (self.ep, start, sizes[rank])}, "data": self.copies}
-            dispatch = functools.partial(plainly, ep, sizes, self.ep)
+            dispatch = functools.partial(plainly, ep, self.ep)
             if not plain:
                 options = {"before_wait": self.turns.turn} if self.turns else {}
                 dispatch = ep.ExpertDispatch(sizes, self.ep, chunks=2, **options)
@@ -449,9 +449,9 @@ def context_core(kind, over=group.WORLD):
     return cp.Ring(over, zigzag=kind == "ring")
 
 
-def plainly(ep, sizes, over, rows, weights, chosen, experts, meanwhile):
+def plainly(ep, over, rows, weights, chosen, experts, meanwhile):
     meanwhile()
-    return ep.plain_dispatch(rows, weights, chosen, experts, sizes, over)
+    return ep.plain_dispatch(rows, weights, chosen, experts, EXPERTS, over)
 
 
 def split_llama(tp, llama, over):
