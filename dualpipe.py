@@ -1,24 +1,29 @@
-"""DualPipe hides the experts' all-to-alls: while a micro-batch's tokens travel, another computes.
+"""DualPipe hides the experts' all-to-alls: a micro-batch computes while another's tokens travel.
 
 In a mixture of experts (expert_parallel.py) each layer waits for four all-to-alls: tokens go to
 their experts and come back, in forward and in backward. Here a rank runs the backward of one
-micro-batch and the forward of another at the same time. ~ is a message on its way:
+micro-batch and the forward of another at the same time: a pair. ~ waits for a message:
 
     backward    ~~~~~~~~~ experts   ~~~~~~~~~ attention ~~~~~~~~~ experts   ~~~~~~~~~ attention
     forward     attention ~~~~~~~~~ experts   ~~~~~~~~~ attention ~~~~~~~~~ experts   ~~~~~~~~~
 
-Split     As in pipeline.py and expert_parallel.py. A rank holds two stages, near the pipeline's
-          start and near its end, so that it has a forward and a backward to pair all the time.
-Order     The two run in two threads, but one at a time: before it waits for a message a thread
-          calls turn(), and the other goes on. So all ranks do all work and send all messages in
-          one order, that of the program, and both threads can send through the same groups. On a
-          GPU both queue work on one stream, in that order.
+The schedule of 2 ranks and 4 micro-batches, its pairs in brackets. ' is a rank's far stage:
+
+    rank 0   F0 F1 F2 F0' I0' W0' F1' (B1' F3) (B0 F2') B2' (B1 F3') B3' I2 W2 I3 W3
+    rank 1   F0 F0' F1 F1' (B0' F2) (B0 F2') (B1' F3) (B1 F3') B2' B2 I3' I3 W3' W3
+
+This is DualPipeV, DeepSeek's DualPipe folded at its middle: the same pairs, and each stage is on
+one rank only. zero_bubble.py makes the schedule, and explains I and W.
+
+Split     As in pipeline.py and expert_parallel.py. A rank holds two stages, one near the pipeline's
+          start and one near its end: a forward of one and a backward of the other can be a pair.
+Order     A pair runs in two threads, one at a time: before a thread waits for a message it calls
+          turn(), and the other goes on. So all ranks send all messages in the program's order, and
+          both threads can send through the same groups. On a GPU both queue work on one stream.
 Sent      What the schedule sends without overlap, to the byte.
-Hidden    The waits in pairs. The first forwards and the last backwards have no partner: with p
-          ranks and m micro-batches 1 - (5p - 1) / 4m of all waits are in pairs. Not hidden: the
-          exchange of the numbers of tokens.
-Limits    Without experts there is nothing to hide: take zb-v. Only DualPipe's schedule has pairs.
-          Both micro-batches' temporary tensors are in memory at once.
+Hidden    The waits in pairs, as far as the partner has work. With p ranks and m micro-batches
+          1 - (5p - 1) / 4m of all waits are in pairs. Not hidden: the exchange of rows' counts.
+Limits    Without experts nothing is hidden: take zb-v. A pair has the temporary tensors of two.
 
     torchrun --nproc_per_node=4 dualpipe.py             python dualpipe.py --in-turns
 
@@ -38,50 +43,8 @@ from zero_bubble import SplitSchedule
 # --- the whole idea: two calls that take turns
 
 
-class Pair:
-    """Two calls, each in a thread. The first runs until it calls turn() or ends, then the second
-    does, and so on. The second runs in the thread that makes the pair.
-
-    In a pipeline the backward is first. It begins by sending, and while its gradients travel the
-    forward computes. If the forward were first, it would compute with nothing on its way, then
-    both would send, and both wait."""
-
-    def __init__(self, *calls):
-        self.calls, self.results, self.errors = calls, [None, None], []
-        self.may_run = threading.Semaphore(1), threading.Semaphore(0)
-        self.second_thread = threading.current_thread()
-        self.one_ended = False
-
-    def run(self, i):
-        """Run call 0 or 1, in its thread, when its turn comes."""
-        try:
-            self.may_run[i].acquire()
-            self.stop_if_failed()
-            self.results[i] = self.calls[i]()
-        except BaseException as error:
-            self.errors.append(error)
-        finally:
-            self.one_ended = True
-            self.may_run[1 - i].release()
-
-    def turn(self):
-        """Let the other call go on, up to its own turn(). Returns whether there is another one."""
-        both_run = not self.one_ended
-        if both_run:
-            # All other threads count as the first's: on GPUs autograd runs a backward in its own
-            i = 1 if threading.current_thread() is self.second_thread else 0
-            self.may_run[1 - i].release()
-            self.may_run[i].acquire()
-        self.stop_if_failed()
-        return both_run
-
-    def stop_if_failed(self):
-        if self.errors:
-            raise RuntimeError("the other call of this pair has failed")
-
-
 class Turns:
-    """Runs two calls alternately, the first in a thread of its own. Messages travel meanwhile.
+    """Runs two calls, each in a thread: one computes while the other's message travels.
 
         turns = Turns()
 
@@ -95,57 +58,66 @@ class Turns:
 
         y1, y2 = turns.overlap(lambda: layer(x1), lambda: layer(x2))
 
-    To overlap a backward, call turn() in the all-to-all's backward too, as expert_parallel.py does.
-    Ranks that make the same calls send the same messages in the same order.
+    The first runs until it calls turn() or ends, then the second does, and so on: one at a time. So
+    ranks that make the same calls send the same messages in the same order.
 
-    The first call has this thread's dispatch modes, device and stream, but not its no_grad,
-    autocast or torch.device. On a GPU the second must not run a backward: autograd has one thread
-    for a device, which may be waiting in the first's turn()."""
+    To overlap a backward, call turn() in the all-to-all's backward too, as expert_parallel.py does,
+    and give the backward first. It begins by sending, and while its gradients travel the forward
+    computes. Were the forward first, nothing would travel meanwhile. On a GPU the second must not
+    run a backward: autograd has one thread for a device, which may wait in the first's turn()."""
 
     def __init__(self):
-        self.pair = None  # while two calls run
+        self.running = 0  # how many of the two calls have not ended
+        self.failed = False  # ends the other call at its next turn()
         self.waits = self.switches = 0  # calls of turn(), and those that let the other call go on
 
     def turn(self):
         """Call it before each wait for a message. Outside of overlap() it does nothing."""
         self.waits += 1
-        if self.pair is not None and self.pair.turn():
+        if self.running == 2:
             self.switches += 1
+            # All other threads count as the first's: on GPUs autograd runs a backward in its own
+            i = 1 if threading.current_thread() is self.second_thread else 0
+            self.may_run[1 - i].release()
+            self.may_run[i].acquire()
+        self.stop_if_failed()
+
+    def stop_if_failed(self):
+        if self.failed:
+            raise RuntimeError("the other call of this pair has failed")
 
     def overlap(self, first, second):
         """[first(), second()]. An error in one ends the other at its next turn(), and is raised."""
-        pair = self.pair = Pair(in_this_context(first), second)
-        thread = threading.Thread(target=pair.run, args=(0,), daemon=True)
+        self.may_run = threading.Semaphore(0), threading.Semaphore(0)
+        self.second_thread = threading.current_thread()
+        results, errors = [None, None], []
+
+        def run(i, call):
+            try:
+                self.may_run[i].acquire()
+                self.stop_if_failed()
+                results[i] = call()
+            except BaseException as error:
+                self.failed = True
+                errors.append(error)
+            finally:
+                self.running -= 1
+                self.may_run[1 - i].release()
+
+        thread = threading.Thread(target=run, args=(0, in_this_context(first)), daemon=True)
+        thread.start()
+        self.running, self.failed = 2, False
         try:
-            thread.start()
-            pair.run(1)
+            self.may_run[0].release()  # the first begins
+            run(1, second)
             thread.join()
-        except BaseException as error:  # Ctrl-C: the first call must not go on
-            pair.errors.append(error)
-        finally:
-            if not thread.is_alive():
-                self.pair = None
-        if pair.errors:
-            error, pair.errors = pair.errors[0], [None]  # still true, but keeps no tensors
-            raise error
-        return pair.results
-
-
-def in_this_context(call):
-    """`call`, for another thread: with those settings of this one that torch keeps per thread."""
-    modes = _get_current_dispatch_mode_stack()  # FLOP counters, fake tensors
-    threads = torch.get_num_threads()
-    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
-
-    def called():
-        torch.set_num_threads(threads)
-        for mode in modes:  # not `with mode`, which may begin to count anew
-            _push_mode(mode)
-        if stream is not None:
-            torch.cuda.set_stream(stream)  # sets the device too
-        return call()
-
-    return called
+        except BaseException:  # Ctrl-C: the first call must not go on
+            self.running, self.failed = 0, True
+            raise
+        self.failed = False
+        if errors:
+            raise errors[0]
+        return results
 
 
 # --- pairs of a schedule
@@ -157,12 +129,14 @@ class PairedSchedule(SplitSchedule):
 
     def steps(self, rank):
         """A rank's actions in tuples of those that start together: one, or backward and forward."""
-        row, steps = list(self[rank]), []
-        while row:
-            both = row[:2]
-            is_pair = [a.kind for a in both] == ["F", "B"] and both[0].stage != both[1].stage
-            steps.append((both[1], both[0]) if is_pair else (both[0],))
-            row = row[len(steps[-1]) :]
+        steps = []
+        for action in self[rank]:
+            before = steps[-1] if steps else ()
+            after_forward = action.kind == "B" and [a.kind for a in before] == ["F"]
+            if after_forward and before[0].stage != action.stage:
+                steps[-1] = action, before[0]
+            else:
+                steps.append((action,))
         return steps
 
 
@@ -173,21 +147,22 @@ class DualPipe(Pipeline):
     """A Pipeline that overlaps the pairs of its schedule. pipeline.py explains its arguments.
 
         turns = Turns()
-        # In each layer, as in expert_parallel.py:
+        # In each layer, as in expert_parallel.py. An ep_group: N ranks that hold the same stages
         dispatch = ExpertDispatch(expert_counts(E, N), ep_group, before_wait=turns.turn)
 
         schedule = PairedSchedule(find_schedule("dualpipev", ranks, microbatches).rows)
         pipeline = DualPipe(schedule, forward, (b, T, C), dtype, device, links, turns=turns)
         losses = pipeline.run()
+        sum_replicated_gradients(parameters, ep_group)  # then clip, by all ranks' norm, and step
 
-    All ranks of an ep_group have the same place in the pipeline: they run the same pairs. `around`
-    is entered once for a pair, with its backward; the forward runs inside it."""
+    `around` is entered once for a pair, with its backward; the forward runs inside it."""
 
     def __init__(self, *args, turns, **options):
         super().__init__(*args, **options)
         self.turns = turns
 
     def run(self):
+        """As Pipeline.run, in steps: an action, or two that overlap."""
         runner = self.schedule.runner(self.forward, self.row)
         mailbox, losses = Mailbox(self), []
         for step in self.schedule.steps(dist.get_rank(self.links[0])):
@@ -203,6 +178,27 @@ class DualPipe(Pipeline):
             del calls, results, result  # frees them while this rank waits
         mailbox.close()
         return losses
+
+
+# --- what torch keeps per thread
+
+
+def in_this_context(call):
+    """`call`, for another thread: with this one's dispatch modes, device and stream. Not with its
+    no_grad, autocast and torch.device: enter these in the call."""
+    modes = _get_current_dispatch_mode_stack()  # FLOP counters, fake tensors
+    compute_threads = torch.get_num_threads()
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+
+    def called():
+        torch.set_num_threads(compute_threads)
+        for mode in modes:  # not `with mode`: a FLOP counter would begin anew
+            _push_mode(mode)
+        if stream is not None:
+            torch.cuda.set_stream(stream)  # sets the device too
+        return call()
+
+    return called
 
 
 # --- demo ---
@@ -226,19 +222,23 @@ def main():
     harness.flags.gone(g, "--plot", "docs/learn/dualpipe.md has the schedule drawn")
     args = parser.parse_args()
     config = harness.configure(args)
-    check = functools.partial(receipts.dualpipe.check, find_schedule, args, config)
+
+    def check(world):  # before the ranks start
+        args.ep = args.ep or min(2, world)
+        receipts.dualpipe.check(find_schedule, args, config, world)
+
     proof.launch(demo, args, check=check)
 
 
 def demo(run):
     args, config = run.args, run.config
-    mesh = torch.arange(run.world).view(-1, args.ep)  # a row: ranks with the same two stages
+    mesh = torch.arange(run.world).view(-1, args.ep)  # a row: the same stages; a column: a pipeline
 
-    def own_group(rows):
+    def own_group(rows):  # a group of each row. Returns this rank's
         return dist.new_subgroups_by_enumeration(rows.tolist())[0]
 
     ep, pp, links = own_group(mesh), own_group(mesh.T), [own_group(mesh.T) for _ in range(4)]
-    run.groups(ep=ep, pp=pp, down=links[:2], up=links[2:])
+    run.groups(ep=ep, pp=pp, down=links[:2], up=links[2:])  # names in the receipt
     kind = SplitSchedule if args.in_turns else PairedSchedule
     schedule = kind(find_schedule("dualpipev", len(mesh), args.microbatches).rows)
     open_links(links, schedule, run.device)
@@ -250,10 +250,10 @@ def demo(run):
     model = run.fill(harness.Stages(parts))
     parameters = list(model.parameters())
     optimizer = harness.make_optimizer(parameters, args)
-    rows = ExpertRows(run, model, turns)  # counts what travels, for the receipt
+    row_counter = ExpertRows(run, model, turns)  # counts what travels, for the receipt
 
     def forward(stage, m, x):
-        tokens, targets, samples = batches[m]  # the step's, which the loop sets
+        tokens, targets, samples = batches[m]  # of the step: set by the loop below
         x = tokens if x is None else x
         return model[stage](x, targets=targets, target_count=run.target_count, sample_ids=samples)
 
@@ -263,7 +263,7 @@ def demo(run):
     for step in run.steps(optimizer):
         batches = run.microbatches(step, dist.get_rank(ep), args.ep)
         optimizer.zero_grad(set_to_none=False)  # gradients stay in memory: the receipt counts them
-        with rows:
+        with row_counter:
             losses = pipeline.run()
         expert_parallel.sum_replicated_gradients(parameters, ep)
         loss = sum(losses, run.zero())  # the first rank of the pipeline has the last stage, too
@@ -273,7 +273,7 @@ def demo(run):
         harness.clip(parameters, norm, args.grad_clip)
         optimizer.step()
         run.log(loss, norm)
-    return run.receipt(*receipts.dualpipe.of_demo(run, schedule, layers, rows))
+    return run.receipt(*receipts.dualpipe.of_demo(run, schedule, layers, row_counter))
 
 
 if __name__ == "__main__":

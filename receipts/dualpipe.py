@@ -10,7 +10,6 @@ from receipts.formulas import SCALAR, Group, add, sizes_of, summed
 def check(make, args, config, world):
     """Refuse what --ep, --microbatches and the model's layers and experts don't allow. make:
     find_schedule of dualpipe.py."""
-    args.ep = args.ep or min(2, world)
     if world % args.ep:
         raise Refused(f"--ep {args.ep} does not divide {world} ranks: give a divisor")
     args.schedule, args.chunks = "dualpipev", None

@@ -485,15 +485,16 @@ def test_usage_of_dualpipe(dualpipe, ep, zb, pp):
 
     names = vars(dualpipe) | vars(ep) | vars(zb) | dict(E=4, N=2, ep_group=group.WORLD, ranks=1)
     names |= dict(microbatches=4, forward=forward, b=2, T=5, C=6, dtype=torch.float32)
-    names |= dict(device="cpu", links=links)
-    exec(usage(dualpipe.DualPipe), names)
     parameters = [matrices, *routers.parameters(), *head.parameters()]
+    names |= dict(device="cpu", links=links, parameters=parameters)
+    exec(usage(dualpipe.DualPipe), names)
     gradients, losses = [p.grad.clone() for p in parameters], names["losses"]
     for p in parameters:
         p.grad = None
     assert names["turns"].switches > 0
     schedule = zb.find_schedule("dualpipev", 1, 4)
     again = pp.Pipeline(schedule, forward, (2, 5, 6), torch.float32, "cpu", links).run()
+    ep.sum_replicated_gradients(parameters, group.WORLD)
     torch.testing.assert_close(losses, again)
     torch.testing.assert_close(gradients, [p.grad for p in parameters])
 

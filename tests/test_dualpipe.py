@@ -65,7 +65,7 @@ def test_an_error_ends_both_calls(first, second):
     turns, threads = dualpipe.Turns(), threading.active_count()
     with pytest.raises(ArithmeticError):
         run(turns, first, second)
-    assert threading.active_count() == threads and turns.pair is None
+    assert threading.active_count() == threads and turns.running == 0
     turns.turn()  # nobody is there to go on
     assert run(turns, "a.b", "c") == ("acb", 1)
 
@@ -86,7 +86,7 @@ def test_ctrl_c_ends_both_calls(ranks):
 
         with pytest.raises(KeyboardInterrupt):
             turns.overlap(first, turns.turn)
-        assert not done and turns.pair is None
+        assert not done and turns.running == 0
 
     ranks(1, work)
 
@@ -288,7 +288,7 @@ def test_an_exception_in_either_thread(ranks, where):
     def work(rank):
         def fail(transfer, *_):
             in_forward = threading.current_thread() is threading.main_thread()
-            if in_forward == (where == "forward") and turns.pair:
+            if in_forward == (where == "forward") and turns.running:
                 raise ZeroDivisionError
             return start(transfer, *_)
 
@@ -296,7 +296,7 @@ def test_an_exception_in_either_thread(ranks, where):
         with mock.patch.object(expert_parallel.Transfer, "start", fail):
             with pytest.raises(ZeroDivisionError):
                 one_step(dualpipe.PairedSchedule, turns)
-        assert turns.pair is None
+        assert turns.running == 0
 
     ranks(2, work)
 
