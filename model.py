@@ -9,8 +9,8 @@ GPT-2 (learned positions, LayerNorm, GELU, biases, one matrix for embedding and 
 (rotary positions, RMSNorm, SwiGLU, grouped-query attention, no biases) differ in fields of Config.
 With `experts` > 0 a mixture of experts takes the place of the MLP.
 
-The model knows nothing of parallelism. The techniques remove or replace its submodules. `enter`,
-`leave` and `sum_over_sequence` are identities here: a layer that is cut sends a message there.
+The model knows nothing of parallelism. A technique removes submodules or replaces them. `enter`,
+`leave` and `sum_over_sequence`, identities here, stand where a layer that is cut sends a message.
 
     model = GPT(Config(layers=2))
     tokens = torch.randint(model.config.vocab, (4, 129))
@@ -22,15 +22,15 @@ arXiv:2401.04088 (Mixtral). Each part below names its own paper.
 
 import operator
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import pairwise
 from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
-IGNORE = -1  # the target of a position that adds nothing to the loss (torch's default: -100)
+IGNORE = -1  # a target with this value adds nothing to the loss (torch's default: -100)
 
 
 @dataclass(frozen=True)
@@ -47,22 +47,23 @@ class Config:
     positions: Literal["learned", "rope"] = "learned"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     mlp: Literal["gelu", "swiglu"] = "gelu"
-    bias: Literal[True, False, "qkv"] = True  # qkv: on these projections only (Qwen2)
+    bias: Literal[True, False, "qkv"] = True  # qkv: on q, k and v only (Qwen2)
     tied: bool = True  # one matrix is both the token embedding and the output projection
     dropout: float = 0.0  # on the embedding, and on what attention and MLP add to x
     rope_theta: float = 10000.0
-    rope_scaling: object = None  # a function of the frequencies (trainer/hf_config.py: Llama 3.1)
+    rope_scaling: object = None  # frequencies -> frequencies (Llama 3.1: trainer/hf_config.py)
     norm_eps: float = 1e-5
-    experts: int = 0  # 0: a plain MLP in every block
+    # A mixture of experts, unless experts is 0: see MoE and Router
+    experts: int = 0
     top_k: int = 2  # experts per token
-    shared: int = 0  # every token also goes through an MLP as wide as this many experts
+    shared: int = 0  # width of an MLP that all tokens pass, in experts; 0: none
     scores: Literal["softmax", "sigmoid"] = "softmax"  # of the logits; DeepSeek-V3: sigmoid
-    # A token's k weights sum to 1 (Mixtral). Not with OLMoE; nor with k = 1 (Switch), where a
-    # weight that is always 1 would give the router no gradient
+    # Divide a token's k weights by their sum (Mixtral). False for OLMoE, and for k = 1 (Switch):
+    # a weight that is always 1 gives the router no gradient
     renormalize: bool = True
-    balance_loss: float = 0.0  # factors of two losses, and the size of a bias's steps: see Router
-    z_loss: float = 0.0
-    bias_rate: float = 0.0
+    balance_loss: float = 0.0  # factor of Router's balance loss
+    z_loss: float = 0.0  # factor of Router's z-loss
+    bias_rate: float = 0.0  # step of Router's bias
 
     def __post_init__(self):
         check_config(self)
@@ -77,69 +78,6 @@ class Batch(NamedTuple):
     starts: torch.Tensor | None = None  # (B, T): where each token's document starts
 
 
-class Attention(nn.Module):
-    """Causal self-attention, x (B, T, C) -> (B, T, C). One matrix makes q, k and v. Its rows are
-    ordered by key/value head, q..q k v | q..q k v | ...: a cut into t equal parts leaves whole
-    heads if t divides the number of key/value heads."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.head_dim = config.width // config.heads  # D
-        self.queries_per_kv = config.heads // config.kv_heads
-        self.enter = nn.Identity()  # in a layer that is cut: sums x's gradient, or gathers x
-        rows = (config.heads + 2 * config.kv_heads) * self.head_dim
-        self.qkv = nn.Linear(config.width, rows, bias=config.bias is not False)
-        self.qkv.weight.matrix_rows = self.head_dim  # to Muon each head is a matrix: muon.py
-        self.core = AttentionCore()
-        self.proj = nn.Linear(config.width, config.width, bias=config.bias is True)
-
-    def forward(self, x, batch=Batch()):
-        return self.attend(self.qkv(self.enter(x)), batch)
-
-    def attend(self, qkv, batch):  # its own method: recomputation keeps qkv
-        groups = qkv.unflatten(-1, (-1, self.queries_per_kv + 2, self.head_dim))
-        # q (B, T, H_kv, H/H_kv, D), k and v (B, T, H_kv, 1, D)
-        q, k, v = groups.split((self.queries_per_kv, 1, 1), dim=-2)
-        q, k, v = (y.flatten(2, 3).transpose(1, 2) for y in (q, k, v))  # (B, H or H_kv, T, D)
-        if batch.rope is not None:
-            q, k = rotate(q, batch.rope), rotate(k, batch.rope)
-        y = self.core(q, k, v, batch.starts)  # (B, H, T, D)
-        return self.proj(y.transpose(1, 2).flatten(2))
-
-
-class AttentionCore(nn.Module):
-    """softmax(q k^T / sqrt(D)) v, causal: q (B, H, T, D), k, v (B, H_kv, T, D) -> (B, H, T, D).
-    starts: None, or where documents start (GPT.forward): attention stays within each."""
-
-    def forward(self, q, k, v, starts=None):
-        if starts is not None:
-            return attend_to_documents(q, k, v, starts)
-        return causal_attention(q, k, v)
-
-
-class MLP(nn.Module):
-    """x (B, T, C) -> (B, T, C): down(gelu(up(x))), or with a gate down(silu(gate(x)) * up(x)),
-    called SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.enter = nn.Identity()
-        self.gate = None
-        if config.mlp == "swiglu":
-            self.gate = nn.Linear(config.width, config.hidden, bias=config.bias is True)
-        self.up = nn.Linear(config.width, config.hidden, bias=config.bias is True)
-        self.down = nn.Linear(config.hidden, config.width, bias=config.bias is True)
-
-    def forward(self, x, batch=None):  # batch: for the mixture that may take an MLP's place
-        x = self.enter(x)
-        # gate runs before up, as declared: ddp.py's buckets expect backward in the reverse order
-        gate = None if self.gate is None else self.gate(x)
-        return self.finish(self.up(x), gate)
-
-    def finish(self, up, gate=None):  # its own method: recomputation wraps it
-        return self.down(activate(up, gate))
-
-
 class Block(nn.Module):
     """One layer, x (B, T, C) -> (B, T, C): attention, then an MLP or a mixture of experts. Each
     sees a norm of x, and its output is added to x."""
@@ -148,7 +86,7 @@ class Block(nn.Module):
         super().__init__()
         self.attn_norm = make_norm(config)
         self.attn = Attention(config)
-        # nn.Dropout whose mask doesn't depend on who computes it: see the end of the file
+        # Dropout of which every rank can compute its piece: see the end of the file
         self.attn_drop = Dropout(config.dropout, site=2 * layer + 1)
         self.mlp_norm = make_norm(config)
         self.mlp = MoE(config) if config.experts else MLP(config)
@@ -171,11 +109,11 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleDict({str(i): Block(config, i) for i in range(config.layers)})
         self.head = Head(config)
         self.loss = CrossEntropy()
-        self.run_block = operator.call  # a plain call. Recomputation replaces it: harness/blocks.py
+        self.run_block = operator.call  # block(x, batch), until harness/blocks.py replaces it
         if config.tied:
             self.head.out.weight = self.embed.token.weight
         for name, p in self.named_parameters():
-            p.init = initial_distribution(name, config.layers)  # mean and standard deviation
+            p.init = initial_distribution(name, config.layers)  # (mean, standard deviation)
             if not p.is_meta:  # else harness/initialize.py fills it, once the model is cut
                 nn.init.normal_(p, *p.init)
 
@@ -187,26 +125,25 @@ class GPT(nn.Module):
         x             tokens (B, T), or activations (B, T, C) if this stage has no embedding
         positions     (T,), by default arange(T)
         targets       (B, T)
-        target_count  divides the sum of the losses; by default the number of valid targets. A
-                      stage without a head needs it too, for the losses of its routers
+        target_count  divides the sum of the losses: the number of valid targets of the whole batch,
+                      on every rank, stage and micro-batch. By default that of `targets`
         sample_ids    (B,), a globally unique id per row; turns dropout on
         starts        (B, T) on the host, the position at which each token's document starts:
                       attention stays within a document, and positions begin anew in it"""
-        config = self.config
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
         drop_key = None
-        if sample_ids is not None and config.dropout > 0:
-            drop_key = hash32(sample_ids.unsqueeze(1) + hash64(positions))  # (B, T)
+        if sample_ids is not None and self.config.dropout > 0:
+            drop_key = hash64(sample_ids.unsqueeze(1) + hash64(positions)).to(torch.int32)  # (B, T)
         if starts is not None:
-            positions = positions - starts.to(x.device)[:, positions]  # (B, T)
+            positions = positions - starts.to(x.device)[:, positions]  # (B, T), in the document
         if self.embed is not None:
             x = self.embed(x, positions, drop_key)
         if target_count is None and targets is not None:
             target_count = (targets != IGNORE).sum()
         rope = None
-        if config.positions == "rope":
-            rope = rotary_table(positions, config, x.dtype)
+        if self.config.positions == "rope":
+            rope = rotary_table(positions, self.config, x.dtype)
         batch = Batch(rope, drop_key, target_count, starts)
         for block in self.blocks.values():
             x = self.run_block(block, x, batch)
@@ -220,6 +157,70 @@ class GPT(nn.Module):
         for name, p in self.named_parameters():
             tied = self.config.tied and name == "head.out.weight"
             yield "embed.token.weight" if tied else name, p
+
+
+class Attention(nn.Module):
+    """Causal self-attention, x (B, T, C) -> (B, T, C). One matrix makes q, k and v. Its rows are
+    ordered by key/value head, q..q k v | q..q k v | ...: a cut into t equal parts leaves whole
+    heads if t divides the number of key/value heads."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.head_dim = config.width // config.heads  # D
+        self.queries_per_kv = config.heads // config.kv_heads
+        self.enter = nn.Identity()  # a layer that is cut sums x's gradient here, or gathers x
+        rows = (config.heads + 2 * config.kv_heads) * self.head_dim
+        self.qkv = nn.Linear(config.width, rows, bias=config.bias is not False)
+        self.qkv.weight.matrix_rows = self.head_dim  # muon.py takes each head as a matrix
+        self.core = AttentionCore()
+        self.proj = nn.Linear(config.width, config.width, bias=config.bias is True)
+
+    def forward(self, x, batch=Batch()):
+        return self.attend(self.qkv(self.enter(x)), batch)
+
+    def attend(self, qkv, batch):  # a method: harness/blocks.py may run qkv again, but not this
+        by_kv_head = qkv.unflatten(-1, (-1, self.queries_per_kv + 2, self.head_dim))
+        # (B, T, H_kv, H/H_kv + 2, D) -> q (B, T, H_kv, H/H_kv, D), k and v (B, T, H_kv, 1, D)
+        q, k, v = by_kv_head.split((self.queries_per_kv, 1, 1), dim=-2)
+        q, k, v = (t.flatten(2, 3).transpose(1, 2) for t in (q, k, v))  # (B, H or H_kv, T, D)
+        if batch.rope is not None:
+            q, k = rotate(q, batch.rope), rotate(k, batch.rope)
+        y = self.core(q, k, v, batch.starts)  # (B, H, T, D)
+        return self.proj(y.transpose(1, 2).flatten(2))
+
+
+class AttentionCore(nn.Module):
+    """softmax(q k^T / sqrt(D)) v, causal: q (B, H, T, D), k, v (B, H_kv, T, D) -> (B, H, T, D).
+    starts: None, or where documents start (GPT.forward): attention stays within each."""
+
+    def forward(self, q, k, v, starts=None):
+        if starts is not None:
+            return attend_to_documents(q, k, v, starts)
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+
+
+class MLP(nn.Module):
+    """x (B, T, C) -> (B, T, C): down(gelu(up(x))), or with a gate down(silu(gate(x)) * up(x)),
+    called SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.enter = nn.Identity()
+        self.gate = None
+        if config.mlp == "swiglu":
+            self.gate = nn.Linear(config.width, config.hidden, bias=config.bias is True)
+        self.up = nn.Linear(config.width, config.hidden, bias=config.bias is True)
+        self.down = nn.Linear(config.hidden, config.width, bias=config.bias is True)
+
+    def forward(self, x, batch=None):  # batch: for the mixture that may take an MLP's place
+        x = self.enter(x)
+        # gate first, as declared: ddp.py fills its buckets in the reverse order
+        gate = None if self.gate is None else self.gate(x)
+        return self.finish(self.up(x), gate)
+
+    def finish(self, up, gate=None):  # a method: harness/blocks.py may run it again in backward
+        return self.down(activate(up, gate))
 
 
 class Embedding(nn.Module):
@@ -255,23 +256,17 @@ class Head(nn.Module):
 
 class CrossEntropy(nn.Module):
     """logits (B, T, V), targets (B, T) -> sum of -log softmax(logits)[target] / target_count.
-
-    `target_count` is the number of valid targets of the *global* batch, so the losses of its
-    pieces, of whatever sizes, add up to the global mean. A target equal to IGNORE is not valid."""
+    That is the number of valid targets of the *global* batch, so the losses of its pieces, of
+    whatever sizes, add up to the global mean. A target equal to IGNORE is not valid."""
 
     def forward(self, logits, targets, target_count):
         logits, targets = logits.flatten(0, 1), targets.flatten()
         if logits.dtype.itemsize < 4:
-            logits = logits.float()  # 16 bits are too few for a sum of many small terms
+            logits = logits.float()  # softmax over the vocabulary in float32
         return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum") / target_count
 
 
-# --- small parts of a layer
-
-
-def causal_attention(q, k, v):
-    grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+# --- small parts of a layer, and the initial weights
 
 
 def make_norm(config):
@@ -288,14 +283,14 @@ def activate(up, gate=None):
 def rotary_table(positions, config, dtype):
     """cos and sin of the angles of positions (T,) or (B, T), for all heads: (1, T, D) or
     (B, 1, T, D) each (Su et al. 2021, arXiv:2104.09864)."""
-    # Angles in float32 whatever the model's dtype: published weights were trained so
     head_dim = config.width // config.heads
+    # Angles in float32 whatever the model's dtype, as in the published models
     steps = torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim
     frequencies = 1.0 / config.rope_theta**steps  # (D/2,)
     if config.rope_scaling is not None:
         frequencies = config.rope_scaling(frequencies)
     angles = positions.float()[..., None, :, None] * frequencies  # (..., 1, T, D/2)
-    angles = torch.cat((angles, angles), dim=-1)
+    angles = torch.cat((angles, angles), dim=-1)  # i and i + D/2 turn by one angle: see rotate
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
@@ -305,6 +300,18 @@ def rotate(x, table):
     cos, sin = table
     a, b = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-b, a), dim=-1) * sin
+
+
+def initial_distribution(name, layers):
+    """(mean, standard deviation) of the normal distribution that a parameter is drawn from, by
+    GPT-2's rule. A standard deviation of 0 makes a constant."""
+    if name.endswith("bias"):
+        return 0.0, 0.0
+    if name.endswith("norm.weight"):
+        return 1.0, 0.0
+    if name.endswith(("proj.weight", "down.weight", "experts.down")):
+        return 0.0, 0.02 / (2 * layers) ** 0.5  # x is a sum of 2 x layers of them
+    return 0.0, 0.02
 
 
 # --- mixture of experts (Shazeer et al. 2017, arXiv:1701.06538)
@@ -320,29 +327,31 @@ class MoE(nn.Module):
         self.router = Router(config)
         self.dispatch = Dispatch()
         self.experts = Experts(config)
-        self.leave = nn.Identity()  # adds the results of experts that are cut
+        self.leave = nn.Identity()  # experts that are cut add their partial results here
         self.shared = None
         if config.shared:
             self.shared = MLP(replace(config, hidden=config.shared * config.hidden))
 
     def forward(self, x, batch=Batch()):
-        shared = []  # gets the shared MLP's result when the dispatch calls run_shared
+        shared = None
 
-        def run_shared():
+        def run_shared():  # needs no routed token: expert_parallel.py calls it while tokens travel
+            nonlocal shared
             if self.shared is not None:
-                shared.append(self.shared(x))
+                shared = self.shared(x)
 
         weights, chosen = self.router(x, batch.target_count)
-        # An `enter` that gathers tokens must gather their experts as well
-        entered, weights, chosen = self.enter(x), self.enter(weights), self.enter(chosen)
+        # Where enter gathers tokens, their weights and experts come with them
+        entered, weights, chosen = (self.enter(t) for t in (x, weights, chosen))
         rows, weights, chosen = (t.flatten(0, 1) for t in (entered, weights, chosen))  # (B T, ...)
         y = self.dispatch(rows, weights, chosen, self.experts, meanwhile=run_shared)
-        return sum(shared, start=self.leave(y.view_as(entered)))
+        y = self.leave(y.view_as(entered))
+        return y if shared is None else y + shared
 
 
 class Router(nn.Linear):
     """Chooses experts: x (B, T, C) -> weights (B, T, k), the experts' numbers (B, T, k). Of equal
-    scores the lower number wins. Three fields of the config keep the load even, or logits small:
+    scores the lower number wins. Three fields of the config act on the load or the logits' size:
 
     balance_loss  factor of E sum_e f_e P_e, which is 1 for an even load. In a sequence, f_e is the
                   share of assignments that go to expert e, P_e its mean score (DeepSeek-V3)
@@ -361,55 +370,66 @@ class Router(nn.Linear):
         self.register_buffer("load", torch.zeros(config.experts, dtype=torch.int64))
 
     def forward(self, x, target_count=None):
-        c = self.config
+        config = self.config
         logits = super().forward(x)  # (B, T, E)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        scores = logits.softmax(-1) if c.scores == "softmax" else logits.sigmoid()
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # at least float32
+        scores = logits.softmax(-1) if config.scores == "softmax" else logits.sigmoid()
         best = (scores.detach() + self.choice_bias).sort(dim=-1, descending=True, stable=True)
-        chosen = best.indices[..., : c.top_k]  # (B, T, k)
+        chosen = best.indices[..., : config.top_k]  # (B, T, k)
         weights = scores.gather(-1, chosen)
-        if c.renormalize:
+        if config.renormalize:
             weights = weights / weights.sum(-1, keepdim=True)
         if weights.requires_grad and target_count is not None:  # in training
-            weights = self.regulate(weights, chosen, scores, logits, target_count)
+            ones = torch.ones_like(weights).flatten(1)
+            assigned = ones.new_zeros(len(x), config.experts)  # (B, E)
+            assigned.scatter_add_(1, chosen.flatten(1), ones)
+            weights.register_hook(partial(self.add_load, assigned.sum(0).long()))
+            weights = self.add_losses(weights, assigned, scores, logits, target_count)
         return weights.to(x.dtype), chosen
 
-    def regulate(self, weights, chosen, scores, logits, target_count):
-        """Return the weights. Their backward also counts the load, and runs that of the losses."""
-        c = self.config
-        assigned = scores.new_zeros(len(scores), c.experts)  # (B, E)
-        assigned.scatter_add_(1, chosen.flatten(1), torch.ones_like(weights).flatten(1))
-        load = assigned.sum(0).long()
+    def add_load(self, load, grad):  # in backward, because recomputation runs forward twice
+        self.load += load
 
-        def count_load(grad):  # in backward, because recomputation runs forward twice
-            self.load += load
-
-        weights.register_hook(count_load)
-        if c.balance_loss:
+    def add_losses(self, weights, assigned, scores, logits, target_count):
+        """Return the weights. Their backward also runs that of the losses."""
+        if self.config.balance_loss:
             loss = self.imbalance(scores, assigned) / target_count
-            weights = AddLoss.apply(weights, c.balance_loss * loss)
-        if c.z_loss:
-            loss = c.z_loss * logits.logsumexp(-1).square().sum() / target_count
+            weights = AddLoss.apply(weights, self.config.balance_loss * loss)
+        if self.config.z_loss:
+            loss = self.config.z_loss * logits.logsumexp(-1).square().sum() / target_count
             weights = AddLoss.apply(weights, loss)
         return weights
 
     def imbalance(self, scores, assigned):
         """tokens x E sum_e f_e P_e, summed over sequences. scores (B, T, E), assigned (B, E)."""
-        c = self.config
-        if c.scores == "sigmoid":
+        experts, top_k = self.config.experts, self.config.top_k
+        if self.config.scores == "sigmoid":
             scores = scores / scores.sum(-1, keepdim=True)
         tokens = assigned.new_full((len(scores), 1), scores.shape[1])
-        # Three sums in one message, where a sequence is cut
+        # One tensor: where a sequence is cut, that is one message
         sums = self.sum_over_sequence(torch.cat((assigned, scores.sum(1), tokens), dim=1))
-        assigned_sum, score_sum, token_sum = sums.split((c.experts, c.experts, 1), dim=1)
-        # f = assigned / (k tokens) and P = score_sum / tokens: in tokens x f x P one `tokens` stays
-        return (assigned_sum.detach() * score_sum / token_sum).sum() * c.experts / c.top_k
+        assigned_sum, score_sum, token_sum = sums.split((experts, experts, 1), dim=1)
+        # tokens x E sum_e f_e P_e, where f = assigned_sum / (k tokens) and P = score_sum / tokens
+        return (assigned_sum.detach() * score_sum / token_sum).sum() * experts / top_k
+
+
+@torch.no_grad()
+def rebalance(model, sum_over_devices=None, step_taken=True):
+    """After each step: move every router's bias by `bias_rate` towards an even load. A skipped step
+    only zeroes the loads. sum_over_devices(load) sums it in place over ranks with other tokens."""
+    for router in [module for module in model.modules() if isinstance(module, Router)]:
+        if router.config.bias_rate and step_taken:
+            if sum_over_devices is not None:
+                sum_over_devices(router.load)
+            load = router.load.to(router.choice_bias.dtype)
+            router.choice_bias += router.config.bias_rate * (load.mean() - load).sign()
+        router.load.zero_()
 
 
 class AddLoss(torch.autograd.Function):
     """Returns x. In backward `loss` gets the gradient 1, as if it had been added to the model's
     loss, even on a pipeline stage without the head (Megatron-LM's MoEAuxLossAutoScaler). A factor
-    on the model's loss would not reach it: divide target_count by the factor instead."""
+    on that loss (a GradScaler's) does not multiply this one: divide target_count by it instead."""
 
     @staticmethod
     def forward(ctx, x, loss):
@@ -424,7 +444,7 @@ class AddLoss(torch.autograd.Function):
 class Dispatch(nn.Module):
     """Brings N tokens to their experts and back: x (N, C), weights and chosen (N, k) -> (N, C), the
     sum of weight x expert(x). No token is dropped, nothing is padded. meanwhile() is called once:
-    by a dispatch between devices while tokens travel (expert_parallel.py)."""
+    expert_parallel.py's dispatch does so while tokens travel."""
 
     def forward(self, x, weights, chosen, experts, meanwhile):
         meanwhile()
@@ -457,34 +477,20 @@ class Experts(nn.Module):
         up = grouped_linear(rows, self.up, ends)
         return self.finish(up, gate, ends)
 
-    def finish(self, up, gate, ends):  # its own method: recomputation wraps it
+    def finish(self, up, gate, ends):  # as in MLP
         return grouped_linear(activate(up, gate), self.down, ends)
 
 
 def grouped_linear(x, weight, ends):
     """x (R, in), weight (E, out, in) -> (R, out): x[ends[e-1] : ends[e]] @ weight[e].T."""
-    supported = len(x) > 0 and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    good_input = len(x) > 0 and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
     aligned = all(size * x.element_size() % 16 == 0 for size in weight.shape[1:])
     # grouped_mm needs sm_80. On B200 experts without rows get a nonzero gradient (pytorch #172439)
-    kernel_ok = not x.is_cuda or (8, 0) <= torch.cuda.get_device_capability(x.device) < (10, 0)
-    if supported and aligned and kernel_ok:
+    good_device = not x.is_cuda or (8, 0) <= torch.cuda.get_device_capability(x.device) < (10, 0)
+    if good_input and aligned and good_device:
         return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
     parts = x.tensor_split(ends[:-1].tolist())
     return torch.cat([F.linear(part, matrix) for part, matrix in zip(parts, weight)])
-
-
-@torch.no_grad()
-def rebalance(model, sum_over_devices=None, step_taken=True):
-    """After each step: move every router's bias by `bias_rate` towards an even load. A skipped step
-    only zeroes the loads. sum_over_devices(load) sums them in place, where tokens are split."""
-    routers = [module for module in model.modules() if isinstance(module, Router)]
-    for router in routers:
-        if router.config.bias_rate and step_taken:
-            if sum_over_devices is not None:
-                sum_over_devices(router.load)
-            load = router.load.to(router.choice_bias.dtype)
-            router.choice_bias += router.config.bias_rate * (load.mean() - load).sign()
-        router.load.zero_()
 
 
 # --- sequences of several documents
@@ -492,13 +498,15 @@ def rebalance(model, sum_over_devices=None, step_taken=True):
 
 def attend_to_documents(q, k, v, starts):
     """Attention within each document. The causal kernel runs once per document, instead of once
-    with a mask that throws most pairs away. FlashAttention (CUDA, 16 bits) does all in one run."""
+    with a mask that throws most pairs away. FlashAttention (CUDA, 16 bits) needs one call."""
     # A sequence may be padded at its end (trainer/layout.py). The padding is a document, too
     starts = F.pad(starts, (0, q.shape[2] - starts.shape[1]), value=starts.shape[1])  # (B, T)
     edges = (starts == torch.arange(q.shape[2])).flatten().nonzero().flatten().tolist()
     edges.append(starts.numel())  # document i of the batch: its tokens edges[i] to edges[i + 1]
     lengths = [end - begin for begin, end in pairwise(edges)]
-    if can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, True, q.shape != k.shape)):
+    grouped = q.shape != k.shape
+    params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, grouped)
+    if torch.backends.cuda.can_use_flash_attention(params):
         rows = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))  # (B T, H, D)
         edges = torch.tensor(edges, dtype=torch.int32).pin_memory().to(q.device, non_blocking=True)
         options = 0.0, True, False  # no dropout, causal, no debug mask
@@ -507,22 +515,47 @@ def attend_to_documents(q, k, v, starts):
         return y.unflatten(0, starts.shape).transpose(1, 2)
     rows = (t.transpose(0, 1).flatten(1, 2) for t in (q, k, v))  # (H, B T, D)
     documents = zip(*(t.unsqueeze(0).split(lengths, dim=2) for t in rows))
-    y = torch.cat([causal_attention(*document) for document in documents], dim=2)  # (1, H, B T, D)
+    causal = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=grouped)
+    y = torch.cat([causal(*document) for document in documents], dim=2)  # (1, H, B T, D)
     return y.squeeze(0).unflatten(1, starts.shape).transpose(0, 1)
 
 
-# --- initial weights: GPT-2's rule
+# --- dropout: a rank masks its piece as one process does (the idea: Salmon et al. 2011)
 
 
-def initial_distribution(name, layers):
-    """(mean, standard deviation) of the normal distribution that a parameter is drawn from."""
-    if name.endswith("bias"):
-        return 0.0, 0.0
-    if name.endswith("norm.weight"):
-        return 1.0, 0.0
-    if name.endswith(("proj.weight", "down.weight", "experts.down")):
-        return 0.0, 0.02 / (2 * layers) ** 0.5  # 2 x layers results add up
-    return 0.0, 0.02
+class Dropout(nn.Module):
+    """Zero each element of x (B, T, C) with probability p, scale the others by 1 / (1 - p). A hash
+    decides: of `drop_key` (B, T), itself a hash of sample and position; of `site`, the number of
+    this dropout in the model; and of the channel. Without a key x stays as it is."""
+
+    def __init__(self, p, site):
+        super().__init__()
+        self.p, self.site = p, site
+
+    def forward(self, x, drop_key):
+        if drop_key is None:
+            return x
+        channel = torch.arange(x.shape[-1], device=x.device) + (self.site << 32)
+        key, channel = drop_key.unsqueeze(-1), hash64(channel).to(torch.int32)
+        # MurmurHash3's finaliser of key ^ channel, in place, to hold few (B, T, C). Its first step,
+        # h ^= h >> 16, runs before the xor: there tensors are small
+        h = (key ^ (key >> 16 & 0xFFFF)) ^ (channel ^ (channel >> 16 & 0xFFFF))  # (B, T, C)
+        h *= -0x7A143595  # 0x85EBCA6B as a signed number
+        h ^= (h >> 13).bitwise_and_(0x7FFFF)
+        h *= -0x3D4D51CB
+        h ^= (h >> 16).bitwise_and_(0xFFFF)
+        limit = int((1 - self.p) * 2**32) - 2**31  # h is uniform in -2^31 .. 2^31 - 1
+        keep = torch.lt(h, limit, out=torch.empty_like(x))  # 1 or 0, in x's dtype
+        return x * keep.mul_(1 / (1 - self.p))
+
+
+def hash64(x):
+    """splitmix64 of an int64 tensor, element by element (Steele et al. 2014)."""
+    # Products wrap at 64 bits. `>>` copies the sign bit: each mask clears the copies
+    x = x + -0x61C8864680B583EB
+    x = (x ^ (x >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47
+    x = (x ^ (x >> 27 & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15
+    return x ^ (x >> 31 & (1 << 33) - 1)
 
 
 # --- sizes that contradict each other: refused
@@ -531,7 +564,7 @@ def initial_distribution(name, layers):
 def check_config(config):
     """Raise ValueError for a Config that would train another model than it says."""
     for field in fields(config):
-        value, choices = getattr(config, field.name), get_args(field.type)
+        value, choices = getattr(config, field.name), get_args(field.type)  # a Literal's
         if choices and value not in choices:
             known = ", ".join(map(str, choices))
             raise ValueError(f"{field.name} must be one of {known}, not {value!r}")
@@ -550,46 +583,3 @@ def check_config(config):
     if config.experts and config.top_k > config.experts:
         chosen = f"{config.top_k} of {config.experts} experts"
         raise ValueError(f"a token can't go to {chosen}: change top-k")
-
-
-# --- dropout: the same bits whoever computes them (the idea: Salmon et al. 2011)
-
-
-class Dropout(nn.Module):
-    """Zero each element of x (B, T, C) with probability p and scale the others by 1 / (1 - p).
-
-    A hash decides: of `drop_key` (B, T), itself a hash of sample and position; of `site`, the
-    number of this dropout in the model; and of the channel. Without a key x stays as it is."""
-
-    def __init__(self, p, site):
-        super().__init__()
-        self.p, self.site = p, site
-
-    def forward(self, x, drop_key):
-        if drop_key is None:
-            return x
-        channel = torch.arange(x.shape[-1], device=x.device) + (self.site << 32)
-        # The rest of MurmurHash3's finaliser, in place: no operation allocates another (B, T, C)
-        h = (drop_key.unsqueeze(-1) ^ hash32(channel)).mul_(-0x7A143595)  # (B, T, C)
-        h ^= (h >> 13).bitwise_and_(0x7FFFF)
-        h.mul_(-0x3D4D51CB)  # constants are signed numbers, as in hash64
-        h ^= (h >> 16).bitwise_and_(0xFFFF)
-        limit = int((1 - self.p) * 2**32) - 2**31  # h is uniform in -2^31 .. 2^31 - 1
-        keep = torch.lt(h, limit, out=torch.empty_like(x))  # 1 or 0, in x's dtype
-        return x * keep.mul_(1 / (1 - self.p))
-
-
-def hash32(x):
-    """The lower half of hash64, after the first step of MurmurHash3's finaliser. Dropout combines
-    two hashes by xor, and the step of a xor is the xor of the steps: so it may come before."""
-    h = hash64(x).to(torch.int32)
-    return h ^ (h >> 16 & 0xFFFF)
-
-
-def hash64(x):
-    """splitmix64 of an int64 tensor, element by element (Steele et al. 2014)."""
-    # Products wrap at 64 bits. `>>` copies the sign bit: each mask clears the copies
-    x = x + -0x61C8864680B583EB
-    x = (x ^ (x >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47
-    x = (x ^ (x >> 27 & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15
-    return x ^ (x >> 31 & (1 << 33) - 1)

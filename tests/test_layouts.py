@@ -404,7 +404,7 @@ loss is a mean of means: trainer.large_vocabulary:LeanCrossEntropy.forward
     losses.sum() / target_count -> losses.sum() / targets.numel()
     sgd --dp 2 --microbatches 2 -> step 1, the loss -> it is 4 times the right one
 one seed for all samples: model:GPT.forward
-    hash32(sample_ids.unsqueeze(1) -> hash32(torch.arange(len(sample_ids)).unsqueeze(1)
+    hash64(sample_ids.unsqueeze(1) -> hash64(torch.arange(len(sample_ids)).unsqueeze(1)
     dropout --dp 2 -> step 1, forward: the output of embed ->
 nothing recomputed: harness:recompute
     model.blocks.modules() if kind == "selective" else () -> ()
