@@ -535,8 +535,8 @@ class Dropout(nn.Module):
     def forward(self, x, drop_key):
         if drop_key is None:
             return x
-        channel = torch.arange(x.shape[-1], device=x.device) + (self.site << 32)
-        key, channel = drop_key.unsqueeze(-1), hash64(channel).to(torch.int32)
+        key = drop_key.unsqueeze(-1)  # (B, T, 1)
+        channel = hash64(torch.arange(x.shape[-1], device=x.device) + (self.site << 32)).int()
         # MurmurHash3's finaliser of key ^ channel, in place, to hold few (B, T, C). Its first step,
         # h ^= h >> 16, runs before the xor: there tensors are small
         h = (key ^ (key >> 16 & 0xFFFF)) ^ (channel ^ (channel >> 16 & 0xFFFF))  # (B, T, C)
