@@ -211,11 +211,11 @@ class FakeRun(dryrun.DryRun):
             "collectives": dict(seen.collectives),
         }
 
-    def after_the_step(self, validate, runner, groups):
+    def after_the_step(self, validate, runner):
         """train.py's validation, in which the host may wait."""
         self.note()
         self.seen.begin()
-        validate(self, runner, groups)
+        validate(runner)
         self.result["misplaced"] |= self.seen.misplaced
         raise Played
 
@@ -291,7 +291,7 @@ def play(script, flags, rank, world):
         patch(torch.cuda, "current_stream", lambda: runs[0].seen)
         patch(saving.Saver, "save_if_due", lambda *_: False)
         validate = validation.validate
-        patch(validation, "validate", lambda run, *given: run.after_the_step(validate, *given))
+        patch(validation, "validate", lambda runner: runner.run.after_the_step(validate, runner))
         patch(proof.run, "_disable_current_modes", contextlib.nullcontext)
         try:
             module.main()

@@ -13,9 +13,9 @@ def skip_where(found_inf, optimizer):
         each.found_inf = found_inf.to(first.device)  # torch's fused optimizers look at it
 
 
-def first_nonfinite(model, rerun):
+def first_nonfinite(runner, batches):
     """The first of this rank's parameters, in the order of backward, whose gradient is not finite
-    before it is added to other ranks' gradients. rerun() repeats the step's forward and backward.
+    before it is added to other ranks' gradients. Runs the step's forwards and backwards again.
     Returns (name or None, where it is)."""
     found, handles = [], []
 
@@ -23,11 +23,13 @@ def first_nonfinite(model, rerun):
         if not gradient.isfinite().all():
             found.append((name, f", stage {stage}"))
 
-    for stage, part in model.parts.items():
+    for stage, part in runner.model.parts.items():
         for name, p in part.named_parameters():
             if p.requires_grad:
                 handles.append(p.register_hook(functools.partial(look, name, stage)))
-    rerun()
+    runner.optimizer.zero_grad()
+    runner.forward_backward(batches)
+    runner.optimizer.finish()
     for handle in handles:
         handle.remove()
     return found[0] if found else (None, "")

@@ -47,16 +47,15 @@ def check(args):
 
 
 @contextlib.contextmanager
-def recorded(runner, full_weights, first):
+def recorded(runner, first):
     """Gives a function record(batches, loss, norm), to call when the gradients are complete, before
-    they are clipped. Without --record it does nothing. first: the first step. full_weights(): (full
-    name, parameter) pairs, whole over the data-parallel ranks."""
+    they are clipped. Without --record it does nothing. first: the first step."""
     run = runner.run
     if not run.args.record or first == run.args.steps:
         yield lambda *step: None
         return
     with _disable_current_modes():
-        recording = Recording(runner, full_weights, first)
+        recording = Recording(runner, first)
     yield recording.record
     recording.finish()
 
@@ -64,8 +63,8 @@ def recorded(runner, full_weights, first):
 class Recording(Recorder):
     """A Recorder for a model that is cut: see the top of this file."""
 
-    def __init__(self, runner, full_weights, first):
-        self.run, self.named = runner.run, full_weights
+    def __init__(self, runner, first):
+        self.run, self.named = runner.run, runner.full_parameters
         run, model, args = self.run, runner.model, self.run.args
         path = os.path.join(args.record, FILE)
         super().__init__(path, model, dtype=run.precision, **facts(run))

@@ -21,15 +21,15 @@ def due(args, step):
 
 
 @torch.no_grad()
-def validate(run, runner, groups):
-    """The mean loss over --eval-batches global batches, on every rank. runner: train.py's. groups:
-    those over which the loss is summed."""
+def validate(runner):
+    """The mean loss over --eval-batches global batches, on every rank. runner: train.py's."""
+    run, groups = runner.run, runner.groups
     loss, pieces = run.zero(), run.args.eval_batches
     for i in range(pieces):
         batches = runner.batches(i, split="val")
         batches = [(tokens, targets, None) for tokens, targets, _ in batches]  # without dropout
         loss = sum(runner.forward_only(batches, run.target_count * pieces), loss)
-    harness.sum_over(groups, loss)
+    harness.sum_over([groups["dp"], groups["pp"]], loss)
     run.print(f"validation loss {loss:.4f}")
     run.restart_clock()
     return loss.item()
