@@ -83,7 +83,7 @@ def train_step(runner, batches, record):
 
 
 def forward(part, x, batch, held, starts, target_count):
-    """A micro-batch in one stage of the model. What the mesh does to it:
+    """A micro-batch in one stage, `part`, of model.py's GPT. What the mesh does to it:
 
     dp          the rows are those of this rank's replica
     cp          of each sequence this rank has the positions `held`, (T/cp,)
