@@ -1,20 +1,20 @@
 """Fully sharded data parallelism (FSDP), ZeRO's stage 3: a rank keeps 1/N of every weight.
 
-    embed     ~##                  ~~##rr    ~  all-gather of the unit's weights
-    block 0    ~~##              ~~##rr      #  they are whole, and the unit computes: forward,
-    block 1      ~~##          ~~##rr           then backward; the head does both at once
-    block 2        ~~##      ~~##rr          r  reduce-scatter of its gradients
+    embed     ~##              ~~##rr        ~  all-gather of the unit's weights
+    block 0    ~~##          ~~##rr          #  they are whole, and the unit computes: forward,
+    block 1      ~~##      ~~##rr               then backward. The head's follows at once
+    block 2        ~~##  ~~##rr              r  reduce-scatter of its gradients
     head             ~~####rr                   blank: a rank holds 1/N of the unit
 
-Split     A unit is a block, the embedding or the head. Its parameters are one flat tensor, cut into
-          N equal shards. A rank holds a shard of weights, gradients and optimizer states.
+Split     A unit is by default a block, the embedding or the head. Its parameters are one flat
+          tensor, of which a rank holds 1/N: its shard. So it is with gradients and Adam's states.
 Sent      Per micro-batch a unit's weights are gathered twice, for forward and backward (the last
-          unit's once), its gradients reduce-scattered once: each r P e bytes, r = (N-1)/N, for P
-          parameters of e bytes on N ranks. About 3 m r P e in m micro-batches. DDP sends 2 r P e.
+          unit's once: they stay), its gradients reduce-scattered once: each r P e bytes for P
+          parameters of e bytes, r = (N-1)/N. About 3 m r P e in m micro-batches. DDP sends 2 r P e.
 Backward  The model's own. Autograd saves views of the weights. The memory under them is freed (the
           storage is resized to 0), and filled again before backward reads it.
 Use       Where the weights don't fit, and each rank has thousands of tokens (docs/learn/fsdp.md).
-Limits    A unit runs once per forward. All ranks run them in the same order, or they wait for ever.
+Limits    A unit runs once per forward. Ranks run units in one order, or gather the wrong weights.
 Copy      The top of zero.py as well: FSDP is a ZeRO whose weights come and go.
 
     torchrun --nproc_per_node=4 fsdp.py                         python fsdp.py --keep-gathered
@@ -30,24 +30,24 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.utils._pytree import tree_leaves
 
-from zero import ShardedBucket, ZeRO, all_gather_into_tensor, reduce_scatter_tensor
+from zero import ShardedBucket, ZeRO, all_gather_into_tensor, await_weights, reduce_scatter_tensor
 
 # --- FSDP in its plainest form
 
 
 class PlainFSDP:
-    """The whole idea for one unit: four hooks, and no message hides behind computation.
+    """The whole idea for one unit: four hooks, and computation waits for every message.
 
         units = [PlainFSDP(module, group) for module in (model.embed, *model.blocks, model.head)]
         optimizer = torch.optim.AdamW([unit.shard for unit in units])
-        for x, y in batches:                       # this rank's. target_count: all ranks' targets
+        for x, y in batches:          # this rank's rows; target_count counts all ranks' targets
             (cross_entropy(model(x), y, reduction="sum") / target_count).backward()
             optimizer.step()
             optimizer.zero_grad()
 
     Before: all ranks have equal weights, in one dtype, on their device. Each parameter is in
-    exactly one unit (untie the head): outside of all, no one sums its gradient or steps on it. A
-    unit returns one tensor, and each of its parameters gets a gradient in every backward pass."""
+    exactly one unit (untie the head): in none it gets no sum and no step. A unit returns one
+    tensor, and each of its parameters gets a gradient in every backward pass."""
 
     def __init__(self, module, group):
         self.group, self.parameters = group, list(module.parameters())
@@ -81,8 +81,8 @@ class PlainFSDP:
     def after_forward(self, module, inputs, output):
         self.free()
         if output.requires_grad:
-            self.grads_left = len(self.parameters)
-            output.register_hook(self.gather)  # its gradient is there: the unit's backward begins
+            self.grads_left = len(self.parameters)  # counts down in after_gradient
+            output.register_hook(self.gather)  # called when the output's gradient is there
 
     def after_gradient(self, p):
         self.grads_left -= 1
@@ -99,141 +99,19 @@ class PlainFSDP:
 
 # --- FSDP in full: the next unit's weights arrive while one computes
 #
-# Gradients and the step are those of ZeRO's stage 2: hooks move gradients into buckets, full ones
-# are reduced, step() updates shards. New: a bucket has a unit's parameters, which come and go:
+# Beside ZeRO's stage 2 this is new: a unit's parameters are one bucket, whose weights come and go.
 #
 # _before_forward   A unit begins: wait for its weights, and start to gather the next unit's.
 # _after_forward    It ends: free its weights. The last unit's stay for backward.
-# _before_backward  In reverse order: free the unit that is done, then as _before_forward.
-# step()            ZeRO's, but it sends nothing: the next forward gathers the new weights.
-
-
-class FSDP(ZeRO):
-    """Trains `model` over `group`: a rank holds its shards, and the weights of two units at most.
-
-        fsdp = FSDP(model, group, torch.optim.AdamW, microbatches=2)
-        for micro_batches, target_count in batches:    # the number of targets of all ranks
-            fsdp.zero_grad()
-            for x, y in micro_batches:                 # this rank's 2
-                loss = cross_entropy(model(x), y, reduction="sum") / target_count
-                loss.backward()
-            fsdp.clip(fsdp.grad_norm(), 1.0)           # clip_grad_norm_ finds no p.grad
-            fsdp.step()                                # a scheduler goes on fsdp.optimizer
-
-    A unit's parameters have memory inside its forward only: reading them elsewhere crashes the
-    process by a segmentation fault (gather_full has copies). Parameters outside of all units: each
-    rank has the whole weights, and shards of gradients and optimizer states."""
-
-    valid_stages = (3,)
-
-    def __init__(
-        self,
-        model,
-        group,
-        make_optimizer,
-        microbatches=1,
-        units=None,  # modules, in the order of forward; None: default_units(model)
-        reshard=True,  # False: weights stay from forward until backward; a third less is sent
-        **options,  # of ZeRO and ShardedBucket
-    ):
-        self.reshard = reshard
-        self.unit_in_backward = None  # the one whose backward is running
-        self.gathered_ahead = None  # the one whose weights come early: it is likely to run next
-        self.units = []  # ZeRO.__init__ makes their buckets
-        for stage, part in (options.get("pipeline_stages") or {None: model}).items():
-            modules = default_units(part) if units is None else units
-            stage_units = [Unit(module, stage) for module in modules]
-            for unit, next_unit in pairwise(stage_units):
-                unit.next, next_unit.previous = next_unit, unit
-            self.units += stage_units
-        options["bucket_bytes"] = float("inf")  # a unit is one bucket
-        super().__init__(model, group, 3, make_optimizer, microbatches, **options)
-        for unit in self.units:
-            unit.module.register_forward_pre_hook(partial(self._before_forward, unit))
-            after_forward = partial(self._after_forward, unit)
-            unit.module.register_forward_hook(after_forward, with_kwargs=True)
-        for module in model.modules():
-            module.register_state_dict_pre_hook(check_state_dict)
-
-    def make_bucket(self, parameters, place, **options):
-        """For ZeRO.__init__: of a unit's parameters, a tied matrix, or those without a unit."""
-        bucket_class = UnitBucket if place.units else ShardedBucket
-        bucket = bucket_class(parameters, place, self.stage, self.microbatches, **options)
-        for unit in place.units:
-            unit.buckets.append(bucket)
-        return bucket
-
-    def _before_forward(self, unit, module, inputs):
-        # Activation checkpointing runs it again in its own backward: then the weights are here
-        if self.unit_in_backward is not unit:
-            self._enter(unit, unit.next)
-
-    def _after_forward(self, unit, module, inputs, keyword_inputs, output):
-        if self.unit_in_backward is unit:  # recomputed
-            return
-        tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
-        check_output(module, output, tensors)
-        # Not an input that is returned unchanged: its gradient is complete only after this unit's
-        # backward
-        unchanged = {id(t) for t in tree_leaves((inputs, keyword_inputs))}
-        outputs = [t for t in tensors if t.requires_grad and id(t) not in unchanged]
-        for t in outputs:
-            t.register_hook(partial(self._before_backward, unit))
-        no_backward = not outputs
-        if no_backward or (self.reshard and unit.next):
-            unit.release()
-        elif self.reshard:  # the last unit's backward is likely to be next. If not, _enter frees it
-            self.gathered_ahead = unit
-
-    def _before_backward(self, unit, gradient):
-        """The hook of each output: its gradient is there."""
-        if self.unit_in_backward is unit:  # another output's hook came first
-            return
-        if self.unit_in_backward is None:  # free the last unit when backward is over
-            torch.autograd.Variable._execution_engine.queue_callback(self.release_all)
-        else:
-            # Autograd runs in the reverse order of forward: all that ran after this unit is done.
-            # Reduce even if a gradient never came on this rank: all ranks must call collectives in
-            # one order. A tied matrix waits for its first unit, whose backward is last
-            done = self.unit_in_backward
-            done.release()
-            self._reduce_full(complete=[b for b in done.buckets if b.place.units[0] is done])
-        self.unit_in_backward = unit
-        self._enter(unit, unit.previous)
-
-    def _enter(self, unit, likely_next):
-        """`unit` runs now, forward or backward. Start to gather the one that is likely next."""
-        if self.gathered_ahead not in (unit, None):
-            self.gathered_ahead.release()  # a wrong guess
-        unit.gather()
-        for bucket in unit.buckets:
-            bucket.wait_for_weights()
-        if likely_next is not None:
-            likely_next.gather()
-        self.gathered_ahead = likely_next
-
-    def release_all(self):
-        for unit in self.units:
-            # Other pipeline stages' weights may wait for their backward
-            if self.action is None or self.action.stage == unit.pipeline_stage:
-                unit.release()
-        self.gathered_ahead = self.unit_in_backward = None
-
-    def zero_grad(self, give_up=False):
-        # give_up helps only if all ranks raised in the same unit: else their gathers don't match
-        super().zero_grad(give_up)
-        self.release_all()  # what an exception has left
-
-    def update_weights(self, buckets=None):
-        self.release_all()  # what a forward without backward has left: it has old weights
-        super().update_weights(buckets)
+# _before_backward  The same in reverse order. First free the unit that is done.
+# update_weights    The end of step(). Nothing is sent: the next forward gathers the new weights.
 
 
 class Unit:
-    """A module whose weights are gathered before it runs, forward or backward, and freed after."""
+    """A module whose weights are gathered before it runs, forward or backward, and freed after. It
+    has a bucket for each kind of parameter (dtype, frozen or not). Two share a tied matrix's."""
 
     def __init__(self, module, pipeline_stage):
-        check_unit(module)
         self.module, self.pipeline_stage, self.buckets = module, pipeline_stage, []
         self.previous = self.next = None  # its neighbours in the order of forward
 
@@ -253,9 +131,9 @@ class Unit:
 class UnitBucket(ShardedBucket):
     """`weights` has memory while it has `users`: units that need it now (a tied matrix: two).
 
-    Safe on GPUs: a gather's stream waits for all work queued so far on the compute stream, and
-    wait_for_weights() makes the compute stream wait for the gather. Freed memory is reused in
-    compute-stream order."""
+    A GPU may still run a matmul or a gather when the host frees their memory. That is safe: a
+    gather's stream waits for all work queued so far on the compute stream, await_weights() makes
+    the compute stream wait for the gather, and freed memory is reused in compute-stream order."""
 
     keeps_weights = False
 
@@ -269,36 +147,164 @@ class UnitBucket(ShardedBucket):
         self.start_gather()
 
     def free(self):
-        self.wait_for_weights()
+        await_weights([self])
         self.weights.untyped_storage().resize_(0)
+
+
+class FSDP(ZeRO):
+    """Trains `model` over `group`: a rank holds its shards, and the weights of two units in turn.
+
+        fsdp = FSDP(model, group, torch.optim.AdamW, microbatches=2)
+        for micro_batches, target_count in batches:    # the number of targets of all ranks
+            fsdp.zero_grad()
+            for x, y in micro_batches:                 # this rank's two
+                loss = cross_entropy(model(x), y, reduction="sum") / target_count
+                loss.backward()
+            fsdp.clip(fsdp.grad_norm(), 1.0)           # clip_grad_norm_ finds no p.grad
+            fsdp.step()                                # a scheduler goes on fsdp.optimizer
+
+    A unit's parameters have memory inside its forward only: reading them elsewhere ends the process
+    with a segmentation fault (gather_full has copies). Those in no unit: as in stage 2."""
+
+    def __init__(
+        self,
+        model,
+        group,
+        make_optimizer,
+        microbatches=1,
+        units=None,  # modules, in the order of forward; None: default_units(model)
+        reshard=True,  # False: weights stay until backward. It sends a third less, holds all
+        pipeline_stages=None,  # as of ZeRO
+        **options,  # of ZeRO and ShardedBucket
+    ):
+        self.reshard = reshard
+        self.unit_in_backward = None  # the one whose backward is running
+        self.gathered_ahead = None  # the one whose weights are there early: likely to run next
+        self.units = []
+        given = list(units or [])
+        check_units(given)
+        for stage, part in (pipeline_stages or {None: model}).items():
+            inside = set(part.modules())
+            modules = default_units(part) if units is None else [m for m in given if m in inside]
+            stage_units = [Unit(module, stage) for module in modules]
+            for unit, next_unit in pairwise(stage_units):
+                unit.next, next_unit.previous = next_unit, unit
+            self.units += stage_units
+        self.units_of = dict.fromkeys(model.parameters(), ())  # two use a tied matrix
+        for unit in self.units:
+            for p in unit.module.parameters():
+                self.units_of[p] += (unit,)
+        options["pipeline_stages"] = pipeline_stages
+        super().__init__(model, group, 2, make_optimizer, microbatches, float("inf"), **options)
+        del self.units_of  # its parameters are no longer the model's
+        for unit in self.units:
+            unit.module.register_forward_pre_hook(partial(self._before_forward, unit))
+            unit.module.register_forward_hook(partial(self._after_forward, unit), with_kwargs=True)
+        for module in model.modules():
+            module.register_state_dict_pre_hook(check_state_dict)
+
+    def kind_of(self, p):
+        return *super().kind_of(p), self.units_of[p]
+
+    def make_bucket(self, parameters, **options):
+        units = self.units_of[parameters[0]]
+        bucket = super().make_bucket(parameters, UnitBucket if units else ShardedBucket, **options)
+        bucket.units = units
+        for unit in units:
+            unit.buckets.append(bucket)
+        return bucket
+
+    def _before_forward(self, unit, module, inputs):
+        # In activation checkpointing's second forward its backward has begun: its weights are here
+        if self.unit_in_backward is not unit:
+            self._enter(unit, unit.next)
+
+    def _after_forward(self, unit, module, inputs, keyword_inputs, output):
+        if self.unit_in_backward is unit:  # activation checkpointing has run it again
+            return
+        outputs = outputs_with_gradient(module, inputs, keyword_inputs, output)
+        for t in outputs:
+            t.register_hook(partial(self._before_backward, unit))
+        if not outputs or (self.reshard and unit.next):  # no outputs: no backward will follow
+            unit.release()
+        elif self.reshard:  # the last unit's backward is likely to be next. If not, _enter frees it
+            self.gathered_ahead = unit
+
+    def _before_backward(self, unit, gradient):
+        """The hook of each output: its gradient is there."""
+        if self.unit_in_backward is unit:  # another output's hook came first
+            return
+        if self.unit_in_backward is None:  # free the last unit when backward is over
+            torch.autograd.Variable._execution_engine.queue_callback(self.release_all)
+        else:
+            # Backward is in the reverse order of forward: the unit that ran before is done
+            done = self.unit_in_backward
+            done.release()
+            # Also where this rank got no gradient: all ranks call collectives in one order. A tied
+            # matrix is complete after its first unit, whose backward is last
+            self._reduce_ready(anyway=[b for b in done.buckets if b.units[0] is done])
+        self.unit_in_backward = unit
+        self._enter(unit, unit.previous)
+
+    def _enter(self, unit, likely_next):
+        """`unit` runs now, forward or backward. Start to gather the one that is likely next."""
+        if self.gathered_ahead not in (unit, None):
+            self.gathered_ahead.release()  # a wrong guess
+        unit.gather()
+        await_weights(unit.buckets)
+        if likely_next is not None:
+            likely_next.gather()
+        self.gathered_ahead = likely_next
+
+    def release_all(self):
+        for unit in self.units:
+            # Another pipeline stage's unit may still be between its forward and its backward
+            if self.action is None or self.action.stage == unit.pipeline_stage:
+                unit.release()
+        self.gathered_ahead = self.unit_in_backward = None
+
+    def update_weights(self, buckets=None):
+        self.release_all()  # a unit left by a forward without backward has the old weights
+        super().update_weights(buckets)
+
+
+def outputs_with_gradient(module, inputs, keyword_inputs, output):
+    """The tensors of `output` whose gradients show that the module's backward begins. Not an input
+    that is returned unchanged: its gradient is complete only after this backward."""
+    tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
+    check_output(module, output, tensors)
+    unchanged = {id(t) for t in tree_leaves((inputs, keyword_inputs))}
+    return [t for t in tensors if t.requires_grad and id(t) not in unchanged]
 
 
 def default_units(module):
     """The items of the outermost containers (such as a list of blocks), and the modules beside them
-    (embedding, head). An item without a forward, as a list in a dict, has its own items."""
+    (embedding, head). An item without a forward, such as a list in a dict, is opened."""
     containers = nn.ModuleList, nn.ModuleDict, nn.Sequential
     if has_forward(module) and not any(isinstance(m, containers) for m in module.modules()):
-        units = [module]
+        units = [module]  # such as the embedding
     else:
         units = []
         for child in module.children():
-            is_item = isinstance(module, containers) and has_forward(child)
-            units += [child] if is_item else default_units(child)
+            if isinstance(module, containers) and has_forward(child):
+                units.append(child)  # an item, such as a block
+            else:
+                units += default_units(child)
     return [unit for unit in units if next(unit.parameters(), None) is not None]
 
 
 def has_forward(module):
-    """Else nobody calls it, and its hooks never run."""
+    """A ModuleList has none: nobody calls it, so its hooks would never run."""
     return type(module).forward is not nn.Module.forward
 
 
 # --- mistakes that would be silent: refused
 
 
-def check_unit(module):
-    if not has_forward(module):
-        kind = type(module).__name__
-        raise ValueError(f"a {kind} has no forward, so it can't be a unit: give the modules in it")
+def check_units(modules):
+    kinds = [type(module).__name__ for module in modules if not has_forward(module)]
+    if kinds:
+        raise ValueError(f"{kinds} have no forward, so can't be units: give the modules in them")
 
 
 def check_output(module, output, tensors):
@@ -309,7 +315,7 @@ def check_output(module, output, tensors):
 
 
 def check_state_dict(*_):
-    raise RuntimeError("state_dict() would have weights that are not here: use gather_full(...)")
+    raise RuntimeError("state_dict() would read weights that are not here: use gather_full(...)")
 
 
 # --- demo ---
@@ -326,7 +332,7 @@ def main():
     parser.set_defaults(stage=3)
     args = parser.parse_args()
     harness.configure(args)
-    # The training loop is zero.py's, with FSDP(...)
+    # The training loop is zero.demo, which makes an FSDP(...) for stage 3
     proof.launch(zero.demo, args, check=partial(zero_flags.check_world, args))
 
 

@@ -45,10 +45,10 @@ TABLE = {
 {1 mlp|2 sparse} sgd data="ddp"
 {3 mlp sgd|2 torch adamw|4 torch sgd|3 odd adamw} data="ddp", way="{naive|bucketed|overlapped}"
 """,
-    # odd: not stage 3, where ranks that skip different layers gather in different orders
+    # odd: in stage 3 as one unit. Ranks that skip different units gather in different orders
     "zero": """
 {3 torch adamw|2 mlp scheduled} data="{zero 0|zero 1|zero 2|fsdp}"
-{3 odd adamw|2 odd sgd} data="zero {0|1|2}", bucket_bytes=1000
+{3 odd adamw|2 odd sgd} {data="zero 0"|data="zero 1"|data="zero 2"|data="fsdp"}
 3 odd adamw data="zero {0|1|2}", bucket_bytes=0
 2 own adamw data="{zero 2|fsdp}", microbatches=3, {reduce_each=False|order="FFBFBB"}
 2 own adamw data="fsdp", microbatches=3, reshard=False{|, order="FFFBBB"}
@@ -87,6 +87,7 @@ TABLE = {
 4 {in-place sgd|chain adamw} pp=4, schedule="zb-h2", microbatches=8
 2 {in-place sgd|chain adamw} pp=2, schedule="dualpipev", microbatches=4
 4 heads sgd data="{zero 2|fsdp}", pp=2, schedule="zb-h1", microbatches=4
+2 chain adamw data="fsdp", pp=2, schedule="interleaved", units=list
 """,
     "dualpipe": """
 4 experts {sgd data="ddp"|adamw data="zero 2"}, ep="all", pp=2, microbatches=4, DUALPIPE
@@ -265,8 +266,9 @@ def assert_trained(named, whole, piece=lambda full, p: full):
         ("parameter_server", "push", "mlp", "sgd"),
         ("parameter_server", "push", "torch", "sgd"),
         ("parameter_server", "serve", "torch", "sgd"),
-        ("zero", "PlainZeRO1", "mlp", "SGD"),
-        ("zero", "PlainZeRO1", "torch", "adamw"),
+        ("zero", "PlainZeRO", "mlp", "SGD"),
+        ("zero", "PlainZeRO", "torch", "adamw"),
+        ("zero", "OverlappedZeRO", "torch", "AdamW"),
         ("zero", "ZeRO", "torch", "AdamW"),
         ("zero fsdp", "FSDP", "torch", "AdamW"),
         ("muon", "Muon", "torch", "Muon"),
@@ -278,7 +280,7 @@ def test_usage_of_data_parallelism(copied, files, of, model, optimizer):
 
     def work(rank):
         module = importlib.import_module(files.split()[-1])
-        whole_steps = of in ("README", "PlainZeRO1")
+        whole_steps = of in ("README", "PlainZeRO")
         use = Layout(MODELS[model](), optimizer, microbatches=1 if whole_steps else 2)
         if of == "serve":  # one worker is one process
             use.shares, use.share = 1, 0  # all rows
@@ -291,15 +293,21 @@ def test_usage_of_data_parallelism(copied, files, of, model, optimizer):
             names["batches"] = [(*part, count) for [part], count in names["batches"]]
         else:
             code = usage(getattr(module, of)).replace("torch.optim.SGD", "make")
-        if of == "PlainZeRO1":
+        if of == "OverlappedZeRO":  # what it shows as ZeRO
+            names["ZeRO"] = module.OverlappedZeRO
+        if of == "ZeRO":  # replicas of one rank each; the loop is the other class's
+            names |= dict(node=[dist.new_group([r]) for r in range(3)][rank], across=group.WORLD)
+            code += "\n" + usage(module.OverlappedZeRO).partition("\n")[2]
+        if of == "PlainZeRO":
             names["target_count"] = names["batches"][0][1]
             names["batches"] = [part for [part], _ in names["batches"]]
         exec(code, names)
-        weights, clips = use.named(), of in ("ZeRO", "FSDP", "Muon")
+        weights, clips = use.named(), of in ("OverlappedZeRO", "ZeRO", "FSDP", "Muon")
         whole = one_process(model, optimizer, limit=1.0 if clips else 0)
         if clips:
-            weights = dict(names[of.lower()].gather_full([*weights.items()]))
-        if of in ("push", "serve", "PlainZeRO1"):  # no rank has all gradients
+            sharded = names[of.removeprefix("Overlapped").lower()]
+            weights = dict(sharded.gather_full([*weights.items()]))
+        if of in ("push", "serve", "PlainZeRO"):  # no rank has all gradients
             whole = None, dict.fromkeys(whole[1]), whole[2]
         if of not in ("push", "serve") or rank == 0:
             assert_trained(weights, whole)
@@ -312,7 +320,7 @@ def test_usage_of_data_parallelism(copied, files, of, model, optimizer):
 @on_top_of("zero", 3)
 def test_micro_batches_of_plain_zero(zero, stage):
     use = Layout(MODELS["mlp"](), "SGD", microbatches=2)
-    plain = zero.PlainZeRO1(use.model, group.WORLD, use.make_optimizer)
+    plain = zero.PlainZeRO(use.model, group.WORLD, use.make_optimizer)
     for parts, target_count in loop_names(use, zero)["batches"]:
         for i, (x, y) in enumerate(parts):
             if stage == 2 and i > 0:

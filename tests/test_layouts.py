@@ -343,11 +343,11 @@ padding gets a gradient: ddp:DDP.finish
 one bias left out: ddp:DDP.__init__
     listed = Counter(parameters) -> listed = all_but_a_bias(parameters)
     gpt2 --dp 2 -> step 1, backward -> add up to the right one: never summed over dp
-ZeRO sums twice: zero:ZeRO.finish
+ZeRO sums twice: zero:OverlappedZeRO.finish
     self.last_call = "finish" -> + [b.gradient_shard.mul_(2) for b in self.trained_buckets]
     gpt2 --dp 2 --zero 3 -> step 1, backward -> summed once too often, or not averaged, over dp (2)
-copies not summed: zero:find_places
-    shard_group, replica_group, partial, stages -> shard_group, None, partial, stages
+copies not summed: zero:ZeRO.shard_is_summed
+    if bucket.passes_left == 0: -> if False:
     sgd --dp 4 --zero 2 --zero-ranks 2 -> step 1, backward -> never summed over inside or across
 no rank adds to a shard: zero:ShardedBucket.start_reduction
     if dist.get_world_size(self.group) == 1: -> if True:
@@ -367,8 +367,8 @@ first piece on every rank: tensor_parallel:span
 all shards equal: harness.placement:placement
     "placement", {}) -> "placement", {}) | first_cuts(parameter)
     sgd --tp 2 -> step 1, forward: the output of blocks.0 on all ->
-shared kv-heads counted twice: zero:counted_parts
-    *place.partial) if -> ) if
+shared kv-heads counted twice: zero:parts_of_norm
+    , *placed(p, "partial", ())] -> ]
     grouped --tp 4 --zero 1 -> step 1, the norm ->
 gradients of keys never come home: context_parallel:DirectBuffer.receive
     += self.incoming -> += 0

@@ -274,8 +274,10 @@ class Layout(OneProcess):
             if give_up:
                 self.sync.finish()
             self.sync.zero_grad()
-        elif self.sync:
+        elif self.kind == "ddp":
             self.sync.zero_grad(give_up)
+        elif self.sync:
+            self.sync.zero_grad()
         else:
             super().zero_grad()
 
