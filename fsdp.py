@@ -100,7 +100,6 @@ class PlainFSDP:
 # --- FSDP in full: the next unit's weights arrive while one computes
 #
 # Beside ZeRO's stage 2 this is new: a unit's parameters are one bucket, whose weights come and go.
-#
 # _before_forward   A unit begins: wait for its weights, and start to gather the next unit's.
 # _after_forward    It ends: free its weights. The last unit's stay for backward.
 # _before_backward  The same in reverse order. First free the unit that is done.
@@ -112,6 +111,7 @@ class Unit:
     has a bucket for each kind of parameter (dtype, frozen or not). Two share a tied matrix's."""
 
     def __init__(self, module, pipeline_stage):
+        check_unit(module)
         self.module, self.pipeline_stage, self.buckets = module, pipeline_stage, []
         self.previous = self.next = None  # its neighbours in the order of forward
 
@@ -130,7 +130,6 @@ class Unit:
 
 class UnitBucket(ShardedBucket):
     """`weights` has memory while it has `users`: units that need it now (a tied matrix: two).
-
     A GPU may still run a matmul or a gather when the host frees their memory. That is safe: a
     gather's stream waits for all work queued so far on the compute stream, await_weights() makes
     the compute stream wait for the gather, and freed memory is reused in compute-stream order."""
@@ -181,11 +180,9 @@ class FSDP(ZeRO):
         self.unit_in_backward = None  # the one whose backward is running
         self.gathered_ahead = None  # the one whose weights are there early: likely to run next
         self.units = []
-        given = list(units or [])
-        check_units(given)
         for stage, part in (pipeline_stages or {None: model}).items():
             inside = set(part.modules())
-            modules = default_units(part) if units is None else [m for m in given if m in inside]
+            modules = default_units(part) if units is None else [m for m in units if m in inside]
             stage_units = [Unit(module, stage) for module in modules]
             for unit, next_unit in pairwise(stage_units):
                 unit.next, next_unit.previous = next_unit, unit
@@ -230,8 +227,7 @@ class FSDP(ZeRO):
         elif self.reshard:  # the last unit's backward is likely to be next. If not, _enter frees it
             self.gathered_ahead = unit
 
-    def _before_backward(self, unit, gradient):
-        """The hook of each output: its gradient is there."""
+    def _before_backward(self, unit, gradient):  # the hook of each output: its gradient is there
         if self.unit_in_backward is unit:  # another output's hook came first
             return
         if self.unit_in_backward is None:  # free the last unit when backward is over
@@ -286,10 +282,8 @@ def default_units(module):
     else:
         units = []
         for child in module.children():
-            if isinstance(module, containers) and has_forward(child):
-                units.append(child)  # an item, such as a block
-            else:
-                units += default_units(child)
+            is_item = isinstance(module, containers) and has_forward(child)  # such as a block
+            units += [child] if is_item else default_units(child)
     return [unit for unit in units if next(unit.parameters(), None) is not None]
 
 
@@ -301,10 +295,10 @@ def has_forward(module):
 # --- mistakes that would be silent: refused
 
 
-def check_units(modules):
-    kinds = [type(module).__name__ for module in modules if not has_forward(module)]
-    if kinds:
-        raise ValueError(f"{kinds} have no forward, so can't be units: give the modules in them")
+def check_unit(module):
+    if not has_forward(module):
+        kind = type(module).__name__
+        raise ValueError(f"a {kind} has no forward, so it can't be a unit: give the modules in it")
 
 
 def check_output(module, output, tensors):
