@@ -19,8 +19,8 @@ Sent      Gradients are reduce-scattered: a rank gets its shard of their sum. Ne
 Backward  Hooks copy each gradient into its bucket, the last layer's first. A full bucket is
           reduce-scattered while backward continues: in stage 1 in the last micro-batch only, in
           stage 2 in each, which frees it. step() waits, steps on shards, and gathers weights.
-Use       Stage 1 rather than 0: it sends no more. Stage 2 with one micro-batch, or where gradients
-          don't fit. Neither goes with Muon, which needs whole matrices.
+Use       Stage 1, not 0 (DDP with master weights): it sends no more. Stage 2 with one micro-batch,
+          or where gradients don't fit. Neither goes with Muon, which needs whole matrices.
 
     torchrun --nproc_per_node=4 zero.py --stage 2               python zero.py --fit
 
