@@ -267,7 +267,7 @@ class OverlappedZeRO:
         model,
         group,
         stage,
-        make_optimizer,  # called with the list of this rank's pieces; works element by element
+        make_optimizer,  # called with a list of this rank's pieces; must work element by element
         microbatches=1,  # the backward passes of a step
         bucket_bytes=25 << 20,  # of the largest bucket; a larger parameter has one of its own
         **options,  # dtypes, offload and more: see ShardedBucket
