@@ -4,22 +4,22 @@
     rank 1   rows 4..7    forward  backward --+-- sum of the gradients -> the same step everywhere
     rank 2   rows 8..11   forward  backward --+
 
-Sent      The gradients, once a step. Each of N ranks in a ring all-reduce sends 2 r P e bytes, with
+Sent      The gradients, once a step. In a ring all-reduce each of N ranks sends 2 r P e bytes, with
           P parameters of e bytes and r = (N-1)/N. There are four ways to add them up, `--sync`:
 
           naive       after backward, one all-reduce per parameter
           bucketed    after backward, one per bucket of parameters: fewer, larger messages
-          overlapped  one per bucket, as soon as backward has filled it: backward goes on
+          overlapped  one per bucket, as soon as backward has filled it, while backward goes on
           server      one rank adds up, takes the step, sends the weights: parameter_server.py
 
-Backward  The model's own: the gradient of a sum is the sum of the gradients. A rank's loss is the
-          sum over its tokens, divided by the number of tokens in the whole batch, so the ranks'
-          gradients add up to the batch's. A rank may have more rows than another. torch's DDP
-          averages instead: a loss for it, the mean over a rank's rows, is N times too large here.
-Limits    Parameters, gradients and AdamW's two moments, 4 P e bytes, must fit on one rank. Else
-          zero.py is the next step. docs/learn/data-parallelism.md has the rest.
+Backward  Unchanged, as the gradient of a sum is the sum of the gradients. A rank's loss is the sum
+          over its own tokens, divided by the number of tokens in the whole batch. So the ranks'
+          gradients add up to the batch's, also if some ranks have more rows. torch's DDP averages
+          over the ranks: a loss for it, the mean over a rank's rows, is N times too large here.
+Limits    Parameters, gradients and AdamW's two moments, 4 P e bytes, must fit on one rank. If they
+          don't: zero.py. For more: docs/learn/data-parallelism.md.
 
-    torchrun --nproc_per_node=4 ddp.py              python ddp.py --sync naive --optimizer sgd
+    torchrun --nproc_per_node=4 ddp.py              python ddp.py --sync naive  (starts 4 itself)
 
 Li et al. 2020, PyTorch Distributed, arXiv:2006.15704, section 3.2 (buckets, overlap).
 """
@@ -38,19 +38,20 @@ def sum_gradients(parameters, group):
 
         for p in model.parameters():
             dist.broadcast(p.data, group=group, group_src=0)   # equal weights on all ranks
-        for micro_batches, target_count in batches:            # the number of targets of all ranks
+        for micro_batches, target_count in batches:            # the targets of the whole batch
             optimizer.zero_grad()
-            for x, y in micro_batches:
+            for x, y in micro_batches:                         # this rank's
                 loss = cross_entropy(model(x), y, reduction="sum") / target_count
                 loss.backward()                                # adds to p.grad
             sum_gradients(model.parameters(), group)           # p.grad is the batch's gradient
             optimizer.step()                                   # the same step on every rank
 
-    Not checked: the order of these lines. The model's buffers are not summed. For parameters that
-    another kind of parallelism has cut, take DDP."""
+    The whole batch: all micro-batches of all ranks. Not checked: the order of these lines. Buffers
+    (BatchNorm's) stay each rank's own. If another kind of parallelism has split parameters, use
+    DDP: it sums each over the right ranks."""
     for p in parameters:
         if p.requires_grad:
-            if p.grad is None:  # this rank's rows did not need p
+            if p.grad is None:  # this rank's rows did not use p, but other ranks wait for its part
                 p.grad = torch.zeros_like(p)
             dist.all_reduce(p.grad, group=group)
 
@@ -63,73 +64,89 @@ class Bucket:
     Autograd adds in place to a p.grad that exists, so nothing is copied."""
 
     def __init__(self, parameters, groups, grads_per_step):
-        self.group, *self.further_groups = groups  # mostly one: see groups_of
-        self.grads_per_step = grads_per_step  # each backward pass adds one per parameter
+        self.groups = groups  # to sum over, one after the other. Nearly always one: see groups_of
+        self.grads_per_step = grads_per_step  # one per parameter and backward pass: then it is full
         sizes = [p.numel() for p in parameters]
         self.flat = parameters[0].new_zeros(sum(sizes))
         for p, piece in zip(parameters, self.flat.split(sizes)):
             p.grad = piece.view_as(p)
 
+    def zero(self):
+        self.flat.zero_()
+        self.grads_left = self.grads_per_step  # still to come in this step
+
 
 def group_parameters(parameters, bucket_bytes, kind_of):
-    """Lists of parameters of one kind, at most bucket_bytes each (a larger parameter has a list of
-    its own), from the last parameter to the first, as in backward. With several kinds some lists
-    fill at the same time: they are sorted by their last member, which completes them."""
-    order = {p: i for i, p in enumerate(reversed(list(parameters)))}
+    """Lists of at most bucket_bytes (a larger parameter is alone), from the last parameter to the
+    first, as backward reaches them. Only parameters of one kind share a list: kind_of(p) is what
+    must be equal, such as dtype and group. They are sorted by the last member, which fills them."""
+    position = {p: i for i, p in enumerate(reversed(list(parameters)))}
     lists, newest = [], {}  # newest: {kind: its last list}
-    for p in order:
+    for p in position:
         kind = kind_of(p)
         members = newest.get(kind)
         if members is None or sum(q.nbytes for q in members) + p.nbytes > bucket_bytes:
             members = newest[kind] = []
             lists.append(members)
         members.append(p)
-    return sorted(lists, key=lambda members: order[members[-1]])
+    return sorted(lists, key=lambda members: position[members[-1]])
 
 
 # --- overlap: a bucket is reduced while backward goes on
 
 
 class DDP:
-    """Sums gradients in buckets, each as soon as backward has filled it. In sum_gradients' loop:
+    """Sums gradients in buckets, each as soon as backward has filled it.
 
-        sync = DDP(model.parameters(), group, microbatches=2)   # before the loop
-        sync.zero_grad()            # in place of the optimizer's, which would replace p.grad
-        sync.finish()               # in place of sum_gradients(...)
+        sync = DDP(model.parameters(), group, microbatches=2)
+        for micro_batches, target_count in batches:   # the targets of the whole batch
+            sync.zero_grad()                          # the optimizer's would replace p.grad
+            for x, y in micro_batches:                # this rank's 2
+                loss = cross_entropy(model(x), y, reduction="sum") / target_count
+                loss.backward()                       # starts the all-reduce of each full bucket
+            sync.finish()                             # starts the others, waits for all
+            optimizer.step()                          # p.grad is the batch's gradient
 
-    microbatches  the backward passes of a step: a bucket is full after the last of them
+    microbatches  the backward passes of a step. Buckets become full in the last one
     overlap       False: nothing is sent before finish()
     all_reduce    in place of torch's. Returns a handle with wait(), or None if the sum is complete
 
-    A parameter without a gradient gets zeros, so weight decay moves it. After an exception all
-    ranks call zero_grad(give_up=True) and start the step again."""
+    Before: all ranks have equal weights. A parameter without a gradient gets zeros, so weight decay
+    moves it. If an exception ends a backward pass, end the run on all ranks."""
 
     def __init__(
         self, parameters, group, microbatches=1, bucket_bytes=25e6, overlap=True, all_reduce=None
     ):
-        # How often each is listed. In a pipeline a tied matrix may be twice: it gets two gradients
-        listed = Counter(parameters)
-        trained = [p for p in listed if p.requires_grad]
+        # One each. Two for a matrix that two pipeline stages of a rank share: it is listed twice
+        grads_per_pass = Counter(parameters)
+        trained = [p for p in grads_per_pass if p.requires_grad]
         if not trained:
             raise ValueError("no parameter needs a gradient: all frozen, or an iterator used up")
-        self.parameters = list(listed)
         self.microbatches, self.overlap = microbatches, overlap
         self.all_reduce = all_reduce or functools.partial(dist.all_reduce, async_op=True)
 
-        self.buckets = []  # of parameters of one kind each
+        self.buckets = []
         kinds = {p: (p.dtype, p.device, groups_of(p, group)) for p in trained}
         for members in group_parameters(trained, bucket_bytes, kinds.get):
-            grads_per_step = microbatches * sum(listed[p] for p in members)
+            grads_per_step = microbatches * sum(grads_per_pass[p] for p in members)
             bucket = Bucket(members, groups_of(members[0], group), grads_per_step)
             for p in members:
                 p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket))
             self.buckets.append(bucket)
-        self.addresses = {p: p.grad.data_ptr() for p in trained}  # for record_call
-        self.works = []  # this step's all-reduces: works[i] belongs to buckets[i]
+
+        # For the refusals below
+        self.parameters = list(grads_per_pass)  # frozen ones too: somebody may unfreeze them
+        self.addresses = {p: p.grad.data_ptr() for p in trained}
         self.last_call = None  # zero_grad() -> unfinished backward() -> backward() -> finish()
         self.zero_grad()
 
-    def _arrived(self, bucket, p):  # autograd has added to p.grad
+    def zero_grad(self):
+        record_call(self, "zero_grad()", not_after=["backward()", "unfinished backward()"])
+        self.works = []  # this step's all-reduces: works[i] belongs to buckets[i]
+        for bucket in self.buckets:
+            bucket.zero()
+
+    def _arrived(self, bucket, p):  # the hook of each p, after autograd has added to p.grad
         check_gradient(self, bucket)
         bucket.grads_left -= 1
         if self.overlap:
@@ -141,43 +158,26 @@ class DDP:
         for bucket in self.buckets[len(self.works) :]:
             if only_full and bucket.grads_left > 0:
                 break
-            self.works.append(self.all_reduce(bucket.flat, group=bucket.group))
+            self.works.append(self.all_reduce(bucket.flat, group=bucket.groups[0]))
 
     def finish(self):
-        """After the last backward of a step: p.grad becomes the gradient of the whole batch."""
         record_call(self, "finish()", not_after=["finish()", "unfinished backward()"])
-        self.started_in_backward = len(self.works)  # how many buckets: only reported
-        self._reduce_rest()
-        for bucket in self.buckets:
-            for group in bucket.further_groups:  # rarely any: not overlapped
-                dist.all_reduce(bucket.flat, group=group)
-
-    def _reduce_rest(self):
-        """Start what backward has not started, and wait for all."""
         self._start_buckets(only_full=False)
         for work in self.works:
             if work is not None:
                 work.wait()
-
-    def zero_grad(self, give_up=False):
-        """Before the first backward of a step."""
-        give_up = give_up or self.last_call == "unfinished backward()"  # an exception ended it
-        record_call(self, "zero_grad()", not_after=[] if give_up else ["backward()"])
-        if give_up:
-            join_after_exception(self)
-        self.works = []
         for bucket in self.buckets:
-            bucket.flat.zero_()
-            bucket.grads_left = bucket.grads_per_step  # gradients still to come in this step
+            for group in bucket.groups[1:]:  # rarely any, so not overlapped
+                dist.all_reduce(bucket.flat, group=group)
 
 
 # --- together with another kind of parallelism: docs/use/two-techniques.md
 
 
 def groups_of(p, group):
-    """The groups over which p.grad is summed, one after the other: `group` alone, unless another
-    kind of parallelism has set p.placement. Its "data", the ranks with copies of p, takes the place
-    of `group`. Its "partial" lists further groups: each of their ranks has a part of the sum."""
+    """The groups over which p.grad is summed, one after the other: `group`, or the ranks that have
+    a replica of p, if p.placement names others (an expert's) as its "data". Its "partial" lists
+    further groups, whose ranks have partial sums (two pipeline stages that share a matrix)."""
     placement = getattr(p, "placement", {})
     return (placement.get("data") or group, *placement.get("partial", ()))
 
@@ -189,42 +189,29 @@ def record_call(sync, call, not_after):
     """Remember this call. Refuse it out of order, or if a p.grad is no view of its bucket."""
     if sync.last_call in not_after:
         raise RuntimeError(
-            f"{call} after {sync.last_call}: a step is zero_grad(), the backward passes, finish(), "
-            "optimizer.step(). To give a step up, after an exception or otherwise, all ranks call "
-            "zero_grad(give_up=True)."
+            f"{call} after {sync.last_call}: a step is zero_grad(), the backward passes, finish(). "
+            "If an exception ended a backward pass, end the run: other ranks may wait for this one"
         )
     for p in sync.parameters:
         in_bucket = p.grad is not None and p.grad.data_ptr() == sync.addresses.get(p)
         if p.requires_grad and not in_bucket:
             raise RuntimeError(
-                "p.grad was replaced, and the new one would not be summed. The causes: "
-                "zero_grad() of the model or the optimizer, a second DDP on the model, "
-                "create_graph=True, a parameter unfrozen, a model moved or cast after DDP(...)"
+                "p.grad was replaced, and would not be summed: by the optimizer's zero_grad(), a "
+                "second DDP, create_graph=True, a p unfrozen, a model moved or cast after DDP(...)"
             )
     sync.last_call = call
 
 
 def check_gradient(sync, bucket):
-    """Refuse a backward pass that may not follow the last call, and one too many."""
-    if sync.last_call != "unfinished backward()":
+    """Refuse a backward pass after finish(), and a gradient for a bucket that was sent."""
+    if sync.last_call != "unfinished backward()":  # the first gradient of a pass
         record_call(sync, "unfinished backward()", not_after=["finish()"])
-
-        def ended():  # autograd calls it at the end of this backward pass, unless that raises
-            sync.last_call = "backward()"
-
-        # Private, but torch's own DDP uses it too
+        # At the end of this pass, unless an exception ends it. Private, but torch's DDP uses it too
+        ended = functools.partial(setattr, sync, "last_call", "backward()")
         torch.autograd.Variable._execution_engine.queue_callback(ended)
-    if sync.overlap and bucket.grads_left == 0:
-        raise RuntimeError(f"more backward passes than microbatches={sync.microbatches}")
-
-
-def join_after_exception(sync):
-    """Other ranks may have started more buckets in backward (with overlap=False none), and wait for
-    this rank. It joins with NaN, so no rank that goes on can train on incomplete sums."""
-    if sync.overlap:
-        for bucket in sync.buckets[len(sync.works) :]:
-            bucket.flat.fill_(torch.nan)
-        sync._reduce_rest()
+    if sync.overlap and bucket.grads_left == 0:  # without overlap nothing was sent
+        cause = "or a parameter listed once got two gradients in one"
+        raise RuntimeError(f"more backward passes than microbatches={sync.microbatches}, {cause}")
 
 
 # --- demo ---
@@ -240,25 +227,26 @@ def main():
     parser = harness.parser(__doc__)
     ways = ["naive", "bucketed", "overlapped", "server"]
     parser.add_argument("--sync", choices=ways, default="overlapped", help="how to add up")
-    why = "of a bucket: large ones send faster, small ones start earlier. For large models take 25"
+    why = "size of a bucket: large ones cost fewer latencies, small ones start earlier"
     parser.add_argument("--bucket-mb", **harness.MEGABYTES, default=0.5, help=why)
     why = "who adds up a bucket: torch.distributed, or an algorithm of collectives.py"
-    sums = ["torch", *collectives.ALGORITHMS]
-    parser.add_argument("--all-reduce", choices=sums, default="torch", help=why)
+    algorithms = ["torch", *collectives.ALGORITHMS]
+    parser.add_argument("--all-reduce", choices=algorithms, default="torch", help=why)
+    parser.set_defaults(staleness=None)  # of the parameter server: it is synchronous here
     args = parser.parse_args()
     harness.configure(args)
-    args.staleness = None  # of the parameter server: all workers wait for each step
     train = parameter_server.demo if args.sync == "server" else demo
     proof.launch(train, args, check=functools.partial(receipt.check, args))
 
 
 def demo(run):  # run: the harness's data, receipt and checks
-    args, group, sync = run.args, dist.group.WORLD, None
+    args, group = run.args, dist.group.WORLD
     run.groups(dp=group)
     model = run.fill(run.meta_model())  # the same seed everywhere: the replicas start equal
     parameters = list(model.parameters())
     optimizer = harness.make_optimizer(parameters, args)
     if args.sync == "naive":
+        sync = None
         # Gradients stay in memory: the receipt counts them
         zero_grad = functools.partial(optimizer.zero_grad, set_to_none=False)
         finish = functools.partial(sum_gradients, parameters, group)
@@ -271,19 +259,20 @@ def demo(run):  # run: the harness's data, receipt and checks
         zero_grad, finish = sync.zero_grad, sync.finish
     for step in run.steps(optimizer):
         zero_grad()
-        loss = run.zero()
+        loss = run.zero()  # in float64
         for tokens, targets, samples in run.microbatches(step, run.rank, run.world):
             part = model(tokens, targets=targets, target_count=run.target_count, sample_ids=samples)
             part.backward()
             loss += part.detach()
+        started = len(sync.works) if sync else 0  # buckets that backward hides
         finish()
-        dist.all_reduce(loss, group=group)
+        dist.all_reduce(loss, group=group)  # a rank has its part of the loss, as of the gradients
         norm = harness.grad_norm(parameters)
-        run.check(loss, norm, model.named)
+        run.check(loss, norm, model.named)  # ends the run if they are not finite
         harness.clip(parameters, norm, args.grad_clip)
         optimizer.step()
         run.log(loss, norm)
-    return run.receipt(*receipt.of_demo(run, sync))
+    return run.receipt(*receipt.of_demo(run, sync, started))
 
 
 if __name__ == "__main__":

@@ -456,19 +456,19 @@ def gather_shards(bucket, shard):
 
 
 def group_parameters(parameters, bucket_bytes, kind_of):
-    """Lists of parameters of one kind, at most bucket_bytes each (a larger parameter has a list of
-    its own), from the last parameter to the first, as in backward. With several kinds some lists
-    fill at the same time: they are sorted by their last member, which completes them."""
-    order = {p: i for i, p in enumerate(reversed(list(parameters)))}
+    """Lists of at most bucket_bytes (a larger parameter is alone), from the last parameter to the
+    first, as backward reaches them. Only parameters of one kind share a list: kind_of(p) is what
+    must be equal, such as dtype and group. They are sorted by the last member, which fills them."""
+    position = {p: i for i, p in enumerate(reversed(list(parameters)))}
     lists, newest = [], {}  # newest: {kind: its last list}
-    for p in order:
+    for p in position:
         kind = kind_of(p)
         members = newest.get(kind)
         if members is None or sum(q.nbytes for q in members) + p.nbytes > bucket_bytes:
             members = newest[kind] = []
             lists.append(members)
         members.append(p)
-    return sorted(lists, key=lambda members: order[members[-1]])
+    return sorted(lists, key=lambda members: position[members[-1]])
 
 
 # --- new weights that arrive during the next forward

@@ -30,8 +30,9 @@ def expected(sizes, group, copies=None, scalars=1, by_torch=True):
     return sent, held(sizes)
 
 
-def of_demo(run, ddp):
-    """(layout, sent, held, notes). ddp: the DDP, or None if the demo does without."""
+def of_demo(run, ddp, early):
+    """(layout, sent, held, notes). ddp: the DDP, or None if the demo does without. early: how many
+    buckets started during backward."""
     args, group, notes = run.args, Group("dp", run.world), []
     sizes = sizes_of(args, run.config, run.world)
     parameters = [p.elements * sizes.e for p in parameters_of(sizes)]
@@ -43,7 +44,6 @@ def of_demo(run, ddp):
     if args.sync == "bucketed":
         notes.append(Count(f"{len(ddp.buckets)} buckets", len(ddp.buckets), due))
     if args.sync == "overlapped":
-        early = ddp.started_in_backward
         text = f"{early} of {len(ddp.buckets)} buckets started during backward"
         # Backward fills all of them, but for an expert's without tokens
         notes.append(Count(text, early, None if sizes.config.experts else due))

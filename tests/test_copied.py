@@ -263,6 +263,7 @@ def assert_trained(named, whole, piece=lambda full, p: full):
         ("ddp", "README", "torch", "sgd"),
         ("ddp", "sum_gradients", "mlp", "SGD"),
         ("ddp", "sum_gradients", "torch", "sgd"),
+        ("ddp", "DDP", "torch", "sgd"),
         ("parameter_server", "push", "mlp", "sgd"),
         ("parameter_server", "push", "torch", "sgd"),
         ("parameter_server", "serve", "torch", "sgd"),

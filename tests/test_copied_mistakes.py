@@ -209,7 +209,6 @@ CALLS = {
     "run": lambda use: use.run(*batch(0, use.length)),
     "pass": one_pass,
     "clip": lambda use: use.clip(torch.ones(())),
-    "give_up": lambda use: use.zero_grad(give_up=True),
     "break_off": lambda use: break_off(use, use.model[3]),
     "cast": lambda use: use.model.float(),
     "move": lambda use: use.model.to("meta"),
@@ -247,10 +246,11 @@ CHANGES_OF_GRADIENTS = "cast", "drop_gradients", "assign_gradients", "wrap", "un
 # Uses; calls, between bars what is refused, then what is right. Where it ends with a bar, training
 # goes on afterwards, and is one process's
 ORDERS = [
-    (DDP, "run | zero_grad | finish zero_grad zero_grad |", r"zero_grad\(\) after.*give_up=True"),
+    (DDP, "run | zero_grad | finish zero_grad zero_grad |", r"zero_grad\(\) after backward"),
     (DDP, "run finish | finish | |", r"finish\(\) after finish"),
-    (DDP, "run finish | pass | give_up |", r"backward\(\) after finish"),
-    (DDP[2:3], "run | pass | give_up |", "more backward passes than microbatches=2"),
+    (DDP, "run finish | pass | zero_grad |", r"backward\(\) after finish"),
+    (DDP[2:3], "run | pass", "more backward passes than microbatches=2"),
+    *[(DDP, f"break_off | {call}", "after unfinished") for call in ("zero_grad", "finish")],
     *[(DDP, f"| {change} run finish", REPLACED) for change in CHANGES_OF_GRADIENTS],
     (DDP, "| create_graph finish", REPLACED),
     (DDP, "run | drop_gradients finish", REPLACED),
@@ -344,13 +344,9 @@ def break_off(use, module):
         act(use, "pass")
 
 
-def midway(use, step):
-    """A backward raises, after a pass or none: elsewhere on each rank."""
+def give_up(use):
+    use.sync.finish()
     use.zero_grad()
-    act(use, "pass" if step % use.microbatches else "")
-    break_off(use, use.model[5 - 2 * dist.get_rank()])
-    with refused(r"finish\(\) after unfinished backward\(\)"):
-        use.finish()
 
 
 def anywhere(use, step):
@@ -358,7 +354,7 @@ def anywhere(use, step):
     use.zero_grad()
     act(use, "pass" if step % use.microbatches else "")
     break_off(use, use.model[5 - 2 * dist.get_rank()])
-    use.zero_grad(give_up=True)
+    give_up(use)
 
 
 def between_passes(use, step):
@@ -368,41 +364,10 @@ def between_passes(use, step):
     use.model(TOKENS)  # an exception comes before its backward
     with refused(r"zero_grad\(\) after backward|no finish\(\)"):
         use.zero_grad()
-    use.zero_grad(give_up=True)
+    give_up(use)
 
 
-def at_different_places(use, step):
-    """Rank 1 raises late in a backward. Rank 0 raises early in it, then before its first gradient,
-    then in forward."""
-    use.zero_grad()
-    act(use, "pass" if use.microbatches == 2 and step < 2 else "")
-    if dist.get_rank() == 1:
-        break_off(use, use.model[0])
-    elif step < 2:
-        break_off(use, use.model if step else use.model[5])
-    use.zero_grad(give_up=step > 0)
-
-
-def by_one_rank(use, step):
-    """With nothing on its way the others wait."""
-    if dist.get_rank() == 0:
-        use.zero_grad()
-        break_off(use, use.model[3])
-
-
-# A step's first bucket is not full when rank 0 raises, and rank 1 has sent it
-LARGE_BUCKETS = [
-    ("mlp", dict(data="ddp", bucket_bytes=4704, microbatches=microbatches))
-    for microbatches in (1, 2)
-]
-GIVEN_UP = [
-    (3, MUON, anywhere),
-    (2, MUON, between_passes),
-    (3, DDP, midway),
-    (2, DDP[:3], between_passes),
-    (3, DDP[:2], by_one_rank),
-    (2, DDP[2:3] + LARGE_BUCKETS, at_different_places),
-]
+GIVEN_UP = [(3, MUON, anywhere), (2, MUON, between_passes), (2, DDP[:3], between_passes)]
 
 
 @pytest.mark.parametrize("ranks, uses, give_up", GIVEN_UP)
@@ -416,25 +381,6 @@ def test_steps_given_up(copied, ranks, uses, give_up):
                 equals_one_process(use, model, optimizer_of(options), 4, give_up)
 
     copied(TOPS, ranks, work)
-
-
-def test_a_rank_that_gives_up_alone_leaves_nan(copied):
-    """The others' sums lack its part. A bucket's first parameter may be empty."""
-
-    def work(rank):
-        model = MODELS["mlp"]()
-        model[6].empty = nn.Parameter(torch.zeros(0, dtype=torch.float64))
-        use = Layout(model, "sgd", data="ddp", microbatches=1)
-        if rank == 0:
-            break_off(use, model[3])
-            use.zero_grad(give_up=True)
-        else:
-            act(use, "run finish")
-        assert use.named()["1.weight"].grad.isnan().any() or rank == 0
-        act(use, "zero_grad run finish")
-        assert use.named()["1.weight"].grad.isfinite().all()
-
-    copied(TOPS, 2, work)
 
 
 # --- the rest

@@ -319,10 +319,10 @@ def test_sample_and_validation_are_the_same_in_every_layout(ranks, text, capfd, 
 # before it; the variant and layout -> what is off first -> its cause
 BUGS = r"""
 gradients summed twice: ddp:DDP.finish
-    in bucket.further_groups: -> in [*bucket.further_groups, bucket.group]:
+    in bucket.groups[1:]: -> in [*bucket.groups[1:], bucket.groups[0]]:
     gpt2 --dp 2 -> step 1, backward -> it is 2 times the right one: as if summed once too often
 tied gradients never meet: ddp:DDP.finish
-    in bucket.further_groups: -> in ():
+    in bucket.groups[1:]: -> in ():
     sgd --pp 3 --layers 3 -> step 1, backward -> add up to the right one: never summed over tied
     grouped --tp 4 -> step 1, backward -> attn.qkv.weight: off by
 averaged once too often: ddp:DDP.finish
@@ -341,7 +341,7 @@ padding gets a gradient: ddp:DDP.finish
     for bucket in self.buckets: -> + fill_padding(self)
     sgd --tp 2 -> step 1, backward -> only its padding is off
 one bias left out: ddp:DDP.__init__
-    listed = Counter(parameters) -> listed = all_but_a_bias(parameters)
+    Counter(parameters) -> all_but_a_bias(parameters)
     gpt2 --dp 2 -> step 1, backward -> add up to the right one: never summed over dp
 ZeRO sums twice: zero:OverlappedZeRO.finish
     self.last_call = "finish" -> + [b.gradient_shard.mul_(2) for b in self.trained_buckets]

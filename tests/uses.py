@@ -269,14 +269,8 @@ class Layout(OneProcess):
 
     # --- a step
 
-    def zero_grad(self, give_up=False):
-        if self.kind == "muon":
-            if give_up:
-                self.sync.finish()
-            self.sync.zero_grad()
-        elif self.kind == "ddp":
-            self.sync.zero_grad(give_up)
-        elif self.sync:
+    def zero_grad(self):
+        if self.sync:
             self.sync.zero_grad()
         else:
             super().zero_grad()
