@@ -7,7 +7,6 @@ The player shares no line with diloco.py: it is written down again, from the pap
 import torch
 import torch.distributed as dist
 
-from harness import flags
 from harness.flags import NATURAL, POSITIVE, real
 from harness.presets import ceil
 from harness.refusal import Refused
@@ -39,18 +38,11 @@ def add_flags(g, every):
 
 
 def settle(args, every):
-    """Fill in the flags that are not given, in place."""
+    """Fill in the flags that are not given, in place, and refuse those that contradict each other.
+    Returns args."""
     for name, value in (DEFAULTS | {"sync_every": every}).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-
-
-def parse_args(doc):
-    """The flags of diloco.py."""
-    parser = flags.parser(doc, steps=20)
-    add_flags(parser.add_argument_group("islands"), every=5)
-    args = parser.parse_args()
-    settle(args, every=5)
     check_flags(args)
     return args
 

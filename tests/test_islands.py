@@ -57,7 +57,7 @@ def test_any_layout_is_what_one_process_plays(ranks, text, flags):
 
 def one_island_stays():
     restart, moves = diloco.Part.restart, dist.get_rank() < 2
-    diloco.Part.restart = lambda part, keep=0: restart(part, keep) if moves else None
+    diloco.Part.restart = lambda part, keep: restart(part, keep) if moves else None
 
 
 def rows_of_another_island():

@@ -51,7 +51,6 @@ def settle(args):
     if args.islands == 1:
         return args
     player.settle(args, EVERY)
-    player.check_flags(args)
     if args.batch % args.islands:
         use = f"use {max(1, round(args.batch / args.islands)) * args.islands}"
         raise Refused(f"--batch {args.batch} does not divide by {args.islands} islands: {use}")
