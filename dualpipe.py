@@ -37,8 +37,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _push_mode
 
-from pipeline import Mailbox, Pipeline
-from zero_bubble import SplitSchedule
+from pipeline import Mailbox, Schedule
+from zero_bubble import SplitPipeline
 
 # --- the whole idea: two calls that take turns
 
@@ -123,7 +123,7 @@ class Turns:
 # --- pairs of a schedule
 
 
-class PairedSchedule(SplitSchedule):
+class PairedSchedule(Schedule):
     """A schedule in which a forward and the backward after it are a pair, if they are of different
     stages: they start when both have their messages, and send when both are done."""
 
@@ -143,7 +143,7 @@ class PairedSchedule(SplitSchedule):
 # --- the executor
 
 
-class DualPipe(Pipeline):
+class DualPipe(SplitPipeline):
     """A Pipeline that overlaps the pairs of its schedule. pipeline.py explains its arguments.
 
         turns = Turns()
@@ -163,8 +163,7 @@ class DualPipe(Pipeline):
 
     def run(self):
         """As Pipeline.run, in steps: an action, or two that overlap."""
-        runner = self.schedule.runner(self.forward, self.row)
-        mailbox, losses = Mailbox(self), []
+        runner, mailbox, losses = self.make_runner(), Mailbox(self), []
         for step in self.schedule.steps(dist.get_rank(self.links[0])):
             calls = []
             for action in step:
@@ -239,7 +238,7 @@ def demo(run):
 
     ep, pp, links = own_group(mesh), own_group(mesh.T), [own_group(mesh.T) for _ in range(4)]
     run.groups(ep=ep, pp=pp, down=links[:2], up=links[2:])  # names in the receipt
-    kind = SplitSchedule if args.in_turns else PairedSchedule
+    kind = Schedule if args.in_turns else PairedSchedule
     schedule = kind(find_schedule("dualpipev", len(mesh), args.microbatches).rows)
     open_links(links, schedule, run.device)
     layers = receipts.pipeline.stage_layers(config, schedule.last + 1)
@@ -259,7 +258,7 @@ def demo(run):
 
     shape = (args.batch // args.microbatches // args.ep, config.context, config.width)
     options = (schedule, forward, shape, run.dtype, run.device, links)
-    pipeline = Pipeline(*options) if args.in_turns else DualPipe(*options, turns=turns)
+    pipeline = SplitPipeline(*options) if args.in_turns else DualPipe(*options, turns=turns)
     for step in run.steps(optimizer):
         batches = run.microbatches(step, dist.get_rank(ep), args.ep)
         optimizer.zero_grad(set_to_none=False)  # gradients stay in memory: the receipt counts them

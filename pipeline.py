@@ -12,16 +12,17 @@
 Split: the layers into p stages for p ranks, the batch into m micro-batches. A schedule lists each
 rank's actions in order, and `Pipeline` runs it.
 
-Sent: each forward's result to the next stage, each backward's gradient to the stage before. That is
-b T C e bytes per micro-batch, boundary and direction: b sequences of T tokens, width C, e bytes per
-element. It is little, so pipelines suit the slowest links.
+Sent: each forward's result to the next stage, and the gradient of each stage's input to the stage
+before. A micro-batch sends b T C e bytes each way over each boundary between ranks: b sequences of
+T tokens, width C, e bytes per element. It is little, so pipelines suit the slowest links.
 
 Backward: the chain rule, cut at the boundaries. A stage's input x is a leaf of its own graph. So
 y.backward(gradient of y, from the next stage) leaves the gradient of x in x.grad, which goes to the
 stage before. Gradients of micro-batches add up to those of the batch.
 
 Limits: ranks wait while the pipeline fills and drains (the bubble). With 1F1B they work m / (m + p
-- 1) of the time, 24 cells of 33 above. zero_bubble.py fills gaps; docs/learn/pipelines.md compares.
+- 1) of the time, 24 cells of 33 above. (With GPipe, too: 1F1B saves memory, not time.)
+zero_bubble.py fills gaps; docs/learn/pipelines.md compares.
 
     torchrun --nproc_per_node=4 pipeline.py --layers 8        python pipeline.py --compare
 
@@ -37,7 +38,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.autograd.graph import get_gradient_edge
 
 # --- the plainest form: GPipe, with messages that block
 
@@ -45,8 +45,8 @@ from torch.autograd.graph import get_gradient_edge
 def cut(layers, stages):
     """Cut a list of layers into stages of neighbours. The first stages get the layers left over."""
     size, extra = divmod(len(layers), stages)
-    starts = [stage * size + min(stage, extra) for stage in range(stages + 1)]
-    return [nn.Sequential(*layers[start:end]) for start, end in itertools.pairwise(starts)]
+    borders = [stage * size + min(stage, extra) for stage in range(stages + 1)]
+    return [nn.Sequential(*layers[start:end]) for start, end in itertools.pairwise(borders)]
 
 
 def plain_gpipe(stage, inputs, targets, loss_fn, like, group=None):
@@ -55,15 +55,15 @@ def plain_gpipe(stage, inputs, targets, loss_fn, like, group=None):
         stage = cut([embedding, *blocks, head], dist.get_world_size())[dist.get_rank()]
         optimizer = torch.optim.SGD(stage.parameters())
 
-        def loss_fn(y, target):    # y (b, T, V), on the last rank. target_count: of the whole batch
-            return F.cross_entropy(y.mT, target, reduction="sum") / target_count
+        def loss_fn(y, target):    # on the last rank. y: (b, T, V)
+            return F.cross_entropy(y.mT, target, reduction="sum") / target_count  # of the batch
 
         for inputs, targets, target_count in batches:    # the same lists on every rank
             optimizer.zero_grad()
             losses = plain_gpipe(stage, inputs, targets, loss_fn, like=torch.empty(b, T, C))
             optimizer.step()
 
-    like: a tensor with the shape, dtype and device of what one stage sends to the next."""
+    like: a tensor with the shape, dtype and device of all that stages send to each other."""
     rank, last = dist.get_rank(group), dist.get_world_size(group) - 1
     saved, losses = [], []
     for x, target in zip(inputs, targets):
@@ -93,8 +93,7 @@ def plain_gpipe(stage, inputs, targets, loss_fn, like, group=None):
 
 
 class Action(NamedTuple):
-    """One micro-batch on one stage. Kind "F" is forward, "B" backward. In zero_bubble.py a backward
-    has two parts, "I" and "W"."""
+    """One micro-batch on one stage. Kinds: "F" forward, "B" backward; in zero_bubble.py "I", "W"."""
 
     kind: str
     microbatch: int
@@ -102,8 +101,8 @@ class Action(NamedTuple):
 
 
 class Row(list):
-    """A rank's actions. add("FFB", stage) appends the stage's next two forwards and next backward:
-    each stage takes its micro-batches in order."""
+    """A rank's actions. add("FFB", stage) appends the stage's next two forwards and its next
+    backward. It numbers the micro-batches: each stage takes them in order."""
 
     def __init__(self, kinds="", *stages):
         super().__init__()
@@ -113,16 +112,13 @@ class Row(list):
     def add(self, kinds, *stages):
         for stage in stages:
             for kind in kinds:
-                # B is both I and W: in zero_bubble.py a stage's backwards may be B or split
-                counted_as = ["I", "W"] if kind == "B" else [kind]
-                self.append(Action(kind, self.counts[counted_as[0], stage], stage))
-                for part in counted_as:
-                    self.counts[part, stage] += 1
+                self.append(Action(kind, self.counts[kind, stage], stage))
+                self.counts[kind, stage] += 1
 
 
 def one_f_one_b(rank, ranks, microbatches):
-    """A few forwards ahead, then one forward and one backward in turn. Rank r holds activations of
-    at most p - r micro-batches. GPipe holds those of all m micro-batches.
+    """p - 1 - r forwards ahead, then a forward and a backward in turn: the last rank starts each
+    backward at once. Rank r holds activations of at most p - r micro-batches, with GPipe of all m.
 
         rank 0 of 3:  F0 F1 F2 B0 F3 B1 F4 B2 B3 B4
         rank 1 of 3:  F0 F1 B0 F2 B1 F3 B2 F4 B3 B4
@@ -131,7 +127,10 @@ def one_f_one_b(rank, ranks, microbatches):
     return Row("F" * ahead + "FB" * (microbatches - ahead) + "B" * ahead, rank)
 
 
-# --- the executor: a Schedule says in which order, StageRunner computes, Mailbox sends and receives
+# --- the executor. For each action of a rank's row, in order:
+#     Mailbox.receive    the message that it waits for (Schedule.incoming)
+#     StageRunner.run    the forward or backward of its stage
+#     Mailbox.send       the result, to the next stage or the one before (Schedule.outgoing)
 
 
 class Pipeline:
@@ -139,30 +138,31 @@ class Pipeline:
     the parameters' .grad.
 
         schedule = Schedule(one_f_one_b(r, ranks, microbatches) for r in range(ranks))
-        stages = cut(layers, schedule.last + 1)  # a large model: on the meta device, as the demo
+        stages = cut(layers, schedule.last + 1)  # last: the last stage. Large: on the meta device
         parameters = [p for s in schedule.stages(rank) for p in stages[s].parameters()]
         optimizer = torch.optim.AdamW(parameters)
 
-        def forward(s, m, x):    # stage, micro-batch, result of the stage before: None on stage 0
+        def forward(s, m, x):    # stage, micro-batch; x: from the stage before, None on stage 0
             y = stages[s](inputs[m] if x is None else x)
             if s < schedule.last:
                 return y
             return F.cross_entropy(y.mT, targets[m], reduction="sum") / target_count
 
         pipeline = Pipeline(schedule, forward, (b, T, C), dtype, device)
-        for inputs, targets, target_count in batches:    # two lists, which forward reads
+        for inputs, targets, target_count in batches:    # lists, of a tensor per micro-batch
             optimizer.zero_grad()
             losses = pipeline.run()
-            # Here: reduce_tied, if two ranks share a matrix; clip, by the norm over all stages
+            # Here: reduce_tied, if two ranks share a matrix. Clip by the norm over all stages: sum
+            # the squares over the ranks, a shared matrix once. clip_grad_norm_ knows one rank only
             optimizer.step()
 
     The loss rule: the sum over a micro-batch's tokens, divided by target_count, that of the whole
     batch (all micro-batches, all data-parallel ranks). A mean in each micro-batch is wrong.
 
     shape, dtype: of the activations between stages, the same for every micro-batch and rank.
-    links: what open_links returns. By default new groups of all ranks. After an exception in a run
-    messages are still on their way: the next run needs new links.
-    around(action): a context around the work of each action, not its messages: a profiler's."""
+    links: open_links(make_links(ranks), schedule, device), if this is one pipeline of several. By
+    default all ranks are in one. After an exception messages are still on their way: make new ones.
+    around(action): a context that is on while an action computes, not while it waits: ZeRO's."""
 
     def __init__(
         self, schedule, forward, shape, dtype, device, links=None, around=contextlib.nullcontext
@@ -175,8 +175,7 @@ class Pipeline:
     def run(self):
         """All actions of this rank's row. Returns the last stage's results, detached, on its rank,
         and [] on the others."""
-        runner = self.schedule.runner(self.forward, self.row)  # a StageRunner
-        mailbox, results = Mailbox(self), []
+        runner, mailbox, results = self.make_runner(), Mailbox(self), []
         for action in self.row:
             received = mailbox.receive(action)  # None on stage 0, and for the backward of the loss
             with self.around(action):
@@ -188,19 +187,22 @@ class Pipeline:
         mailbox.close()
         return results
 
+    def make_runner(self):
+        return StageRunner(self.forward, self.row)
+
 
 class StageRunner:
     """The forward and backward passes of a rank's stages. row: the rank's actions in a run."""
 
     def __init__(self, stage_forward, row):
         self.stage_forward = stage_forward
-        self.trains = any(action.kind != "F" for action in row)
+        self.trains = any(action.kind != "F" for action in row)  # forward_only: nothing is saved
         self.saved = {}  # {(micro-batch, stage): input and output, from forward to backward}
 
     def run(self, action, received):
         """Turn the message that an action waits for into the message that it sends."""
-        forward_or_backward = self.forward if action.kind == "F" else self.backward
-        return forward_or_backward(action.microbatch, action.stage, received)
+        passes = {"F": self.forward, "B": self.backward}  # I and W: zero_bubble.SplitPipeline
+        return passes[action.kind](action.microbatch, action.stage, received)
 
     def forward(self, m, stage, x):
         if x is not None and torch.is_grad_enabled():
@@ -212,10 +214,9 @@ class StageRunner:
 
     def backward(self, m, stage, gradient):
         if (m, stage) not in self.saved:
-            return None  # this stage and those before it are frozen: nothing to do
+            return None  # stage 0, if all of it is frozen
         x, y = self.saved.pop((m, stage))
-        # As y.backward(gradient), which would turn off the Deferred mode of zero_bubble.py
-        torch.autograd.backward([get_gradient_edge(y)], [gradient])  # None, if y is the loss
+        y.backward(gradient)  # None, if y is the loss
         return None if x is None else x.grad
 
 
@@ -238,12 +239,8 @@ class Message(NamedTuple):
 
 
 class Schedule:
-    """A row of actions for each rank: schedule[rank]. Raises ValueError if results would be wrong.
-
-    rows: of all ranks. owner: {stage: the rank that holds it}. last: the last stage."""
-
-    runner = StageRunner
-    passes = ["FB"]  # what a stage does with a micro-batch: zero_bubble.py adds "FIW"
+    """A row of actions for each rank: schedule[rank]. owner: {stage: the rank that holds it}. last:
+    the last stage. Raises ValueError if an action is missing or there twice, or a stage is."""
 
     def __init__(self, rows):
         self.rows, self.owner = [tuple(row) for row in rows], {}
@@ -263,19 +260,17 @@ class Schedule:
         return sorted(stage for stage, owner in self.owner.items() if owner == rank)
 
     def steps(self, rank):
-        """A rank's actions in tuples of those that start together: here one, in dualpipe.py two."""
+        """A rank's actions, in tuples of those that start together. dualpipe.py pairs some."""
         return [(action,) for action in self[rank]]
 
     def outgoing(self, action):
-        """The message that an action sends: a forward's to the next stage, a backward's to the
-        stage before. None at the ends of the pipeline."""
+        """The message that an action sends: F to the next stage, B or I to the stage before. None
+        at the ends of the pipeline, and for W."""
         kind, m, stage = action
-        if kind == "F":
-            receiver = stage + 1
-        else:
-            kind, receiver = "B", stage - 1  # I of zero_bubble.py sends what B does
-        if receiver not in self.owner:
+        receiver = stage + 1 if kind == "F" else stage - 1
+        if kind == "W" or receiver not in self.owner:
             return None
+        kind = "F" if kind == "F" else "B"  # I sends what B would
         return Message(kind, m, receiver, self.owner[stage], self.owner[receiver])
 
     def incoming(self, action):
@@ -293,19 +288,19 @@ class Mailbox:
     order in which its messages are sent: nothing else tells them apart."""
 
     def __init__(self, pipeline):
-        self.pipeline, self.schedule, self.links = pipeline, pipeline.schedule, pipeline.links
+        self.pipeline = pipeline
         self.arriving = {}  # {message: (tensor, handle of its receive)}
         self.sends = []  # (tensor, handle): both must live until the send is done
 
     def receive(self, action):
         """Post the receives planned before an action. Return the message that it waits for."""
         pipeline = self.pipeline
-        for message in self.schedule.receives_before[action]:
+        for message in pipeline.schedule.receives_before[action]:
             buffer = torch.empty(pipeline.shape, dtype=pipeline.dtype, device=pipeline.device)
-            group = group_for(self.links, message.channel)
+            group = group_for(pipeline.links, message.channel)
             work = dist.irecv(buffer, group=group, group_src=message.source)
             self.arriving[message] = buffer, work
-        message = self.schedule.incoming(action)
+        message = pipeline.schedule.incoming(action)
         if message is None:
             return None
         tensor, work = self.arriving.pop(message)
@@ -314,7 +309,7 @@ class Mailbox:
         return tensor
 
     def send(self, action, tensor):
-        message = self.schedule.outgoing(action)
+        message = self.pipeline.schedule.outgoing(action)
         if message is None:
             return
         if message.target == message.source:  # both stages are on this rank
@@ -322,8 +317,9 @@ class Mailbox:
             return
         check_message(self.pipeline, action, tensor)
         tensor = tensor.contiguous()
+        # Drop the tensors that have left
         self.sends = [(t, work) for t, work in self.sends if not work.is_completed()]
-        group = group_for(self.links, message.channel)
+        group = group_for(self.pipeline.links, message.channel)
         self.sends.append((tensor, dist.isend(tensor, group=group, group_dst=message.target)))
 
     def close(self):
@@ -337,12 +333,15 @@ class Mailbox:
 def plan_receives(schedule):
     """{action: the messages whose receives a rank posts before it}.
 
+        1F1B on rank 1 of 3. <F1 posts the receive of F1's input, <B1 that of B1's gradient
+        <F0 F0 <F1 F1 <F2 <B0 B0 <B1 F2 B1 <F3 <B2 F3 B2 <F4 <B3 F4 B3 <B4 B4
+
     On nccl a posted receive is a kernel that spins until its message comes. Meanwhile CUDA may wait
     for an idle device, to load a kernel or to free memory. If the sender in turn waits for this
-    rank, both hang. So receives are posted late. To find the place, simulate the run in rounds: in
-    a round each rank, the last one first, runs its next action if the message for it was sent in an
-    earlier round. Where a message is sent, its receive is planned before the receiver's next
-    action. So a rank waits only for actions that come earlier in this order."""
+    rank, both hang. So run all actions one after another, and plan a receive before the receiver's
+    first action after the send. Then the first action of this order that has not run never waits
+    for a later one. Each such order is safe. In this one a rank runs an action in each round, if it
+    has the message. The last rank goes first: else 1F1B's receives would spin twice as long."""
     plan = collections.defaultdict(list)
     sent = {None}  # None: an action that waits for nothing
     rows = [collections.deque(schedule.steps(rank)) for rank in range(len(schedule.rows))]
@@ -363,8 +362,8 @@ def plan_receives(schedule):
 
 
 def make_links(ranks=None):
-    """A pipeline's four groups: [activations to later ranks, activations to earlier ranks (where
-    ranks have several stages), gradients to later ranks, gradients to earlier ranks]. nccl passes a
+    """A pipeline's four groups: activations to later ranks and to earlier ranks, gradients to later
+    ranks and to earlier ranks. (The middle ones are for ranks with several stages.) nccl passes a
     group's messages between two ranks one by one, in order: in fewer groups two could block each
     other. All processes must call it once for each pipeline, in one order, as dist.new_group."""
     return [dist.new_group(ranks) for _ in range(4)]
@@ -401,9 +400,10 @@ def gpipe(rank, ranks, microbatches):
 
 
 def interleaved(rank, ranks, microbatches, chunks=2):
-    """A smaller bubble for more messages: rank r holds the stages r, p + r, 2 p + r, ...
-    Micro-batches pass in groups of p. A group passes the rank's first stage, then its second, and
-    so on; in backward its last stage first."""
+    """A smaller bubble for more messages: rank r holds the stages r, p + r, 2 p + r, ... p
+    micro-batches pass its first stage, then its second, and so on; in backward its last one first.
+
+        rank 0 of 2:  F0 F1 F0' F1' F2 B0' F3 B1' F2' B0 F3' B1 B2' B3' B2 B3    ' is on stage 2"""
     if microbatches % ranks:
         count = f"a multiple of {ranks} micro-batches, as many as ranks"
         raise ValueError(f"interleaved needs {count}, not {microbatches}")
@@ -413,8 +413,7 @@ def interleaved(rank, ranks, microbatches, chunks=2):
     backwards = sorted(ranks * stages, reverse=True) * groups  # 2 2 0 0 2 2 0 0 ...
     # Warm-up: p forwards for every local stage but the last, plus two for each later rank, the
     # round trip of the first micro-batch
-    ahead = (chunks - 1) * ranks + 2 * (ranks - 1 - rank)
-    ahead = min(ahead, len(forwards))
+    ahead = min((chunks - 1) * ranks + 2 * (ranks - 1 - rank), len(forwards))
     row = Row("F", *forwards[:ahead])
     for forward, backward in zip(forwards[ahead:], backwards):
         row.add("F", forward)
@@ -436,8 +435,8 @@ def forward_only(schedule, microbatches=float("inf")):
 
 def reduce_tied(weight, group):
     """Sum the gradient of a weight that the ranks of a group share, such as a tied matrix on the
-    first and the last stage: once a step, after the step's last pipeline.run(). Replicas that start
-    equal stay equal. DDP and ZeRO can do it instead: docs/use/two-techniques.md."""
+    first and the last stage: once a step, after pipeline.run(). Replicas that start equal stay
+    equal. In a norm over all stages count it once. DDP and ZeRO: docs/use/two-techniques.md."""
     dist.all_reduce(weight.grad, group=group)
 
 
@@ -453,7 +452,7 @@ def check_actions(schedule):
             if schedule.owner[stage] != rank:
                 raise ValueError(f"stage {stage} is on rank {rank} and {schedule.owner[stage]}")
             kinds[m, stage] += kind
-    passes = schedule.passes if set(kinds.values()) != {"F"} else ["F"]
+    passes = ["F"] if set(kinds.values()) == {"F"} else ["FB", "FIW"]
     for m, stage in itertools.product(sorted({m for m, _ in kinds}), range(schedule.last + 1)):
         if kinds[m, stage] not in passes:
             found = " ".join(kinds[m, stage]) or "nothing"
@@ -490,7 +489,7 @@ def main(doc=__doc__, default="1f1b"):
         return receipts.pipeline.compare(zero_bubble.find_schedule, args, names)
     args.schedule = args.schedule or default
     config = harness.configure(args)
-    harness.check_batch(args, 1)
+    harness.check_batch(args, 1)  # it divides into micro-batches. 1: no data-parallel ranks
     check = functools.partial(receipts.pipeline.of_flags, zero_bubble.find_schedule, args, config)
     proof.launch(demo, args, check=check)
 
@@ -502,8 +501,8 @@ def demo(run):
     stages, last = schedule.stages(rank), schedule.last
     links = open_links(make_links(), schedule, run.device)
     ends = dist.new_group(sorted({schedule.owner[0], schedule.owner[last]}))
-    run.groups(down=links[:2], up=links[2:], tied=ends)  # down: activations, up: gradients
-    # The range of layers of each stage, balanced by FLOPs. `cut` is the plain form
+    run.groups(down=links[:2], up=links[2:], tied=ends)  # in the receipt: activations, gradients
+    # The range of layers of each stage, balanced by FLOPs. `cut` balances their number
     layers = receipts.pipeline.stage_layers(config, last + 1)
     parts = harness.split(run.meta_model, layers, stages, ends)
     model = run.fill(harness.Stages(parts))
@@ -511,7 +510,7 @@ def demo(run):
     # A matrix that the first and the last stage share, if they are on two ranks
     tied = [p for p in parameters if "partial" in getattr(p, "placement", {})]
     optimizer = harness.make_optimizer(parameters, args)
-    in_w = receipts.pipeline.GradientsInW(parameters)  # counts gradients in W, for the receipt
+    in_w = receipts.pipeline.GradientsInW(parameters)  # for the receipt. 0 unless --schedule zb-*
 
     def forward(stage, m, x):
         tokens, targets, samples = batches[m]  # the step's, which the loop sets
@@ -519,10 +518,11 @@ def demo(run):
         return model[stage](x, targets=targets, target_count=run.target_count, sample_ids=samples)
 
     shape = (args.batch // args.microbatches, config.context, config.width)
-    pipeline = Pipeline(schedule, forward, shape, run.dtype, run.device, links, around=in_w)
+    options = (schedule, forward, shape, run.dtype, run.device, links)
+    pipeline = zero_bubble.SplitPipeline(*options, around=in_w)  # a Pipeline, also for zb-*
     for step in run.steps(optimizer):
         batches = run.microbatches(step)
-        optimizer.zero_grad(set_to_none=False)  # keeps the buffers
+        optimizer.zero_grad(set_to_none=False)  # gradients stay in memory: the receipt counts them
         losses = pipeline.run()
         for weight in tied:
             reduce_tied(weight, ends)

@@ -15,13 +15,13 @@ Split: backward of y = x A^T is two matmuls. dy is the gradient of y.
     W   dA = dy^T x    Nobody waits for it before the optimizer's step, so a rank computes it where
                        it would wait. Until then it keeps the pair (x, dy)
 
-Sent: what pipeline.py sends, and with two stages per rank twice as much. The schedules:
+Sent: what pipeline.py sends, and with two stages per rank twice as many messages. The schedules:
     zb-h1       1F1B's memory, a third of its bubble
-    zb-h2       no bubble where F = I = W, twice the memory
+    zb-h2       no bubble where F = I = W, nearly twice the memory
     zb-v        no bubble where F = I = W, 1F1B's memory, two stages per rank
-    dualpipev   DeepSeek's order, in turns: dualpipe.py overlaps it. Two stages per rank
+    dualpipev   DeepSeek's order, here one by one: dualpipe.py overlaps. Two stages per rank
 
-Limits: the pairs take memory. To clip by the norm of all gradients, ranks that end early wait.
+Limits: the pairs take memory. "No bubble" ends with a rank's last action: to clip it waits for all.
 Under torch.autocast nothing is put off: cast weights instead. docs/learn/pipelines.md compares.
 
     torchrun --nproc_per_node=4 zero_bubble.py --layers 8 --schedule zb-v
@@ -38,7 +38,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from pipeline import Row, Schedule, StageRunner, gpipe, interleaved, one_f_one_b
+from pipeline import Pipeline, Row, Schedule, StageRunner, gpipe, interleaved, one_f_one_b
 
 # --- the plainest form: a linear layer whose backward is cut in two
 
@@ -51,7 +51,7 @@ class SplitLinear(nn.Linear):
         loss.backward()            # I: x.grad is there, and goes to the stage before
         layer.backward_weight()    # W: layer.weight.grad is there
 
-    Each W takes the oldest pair: a stage takes its micro-batches in order."""
+    Each call takes the oldest pair: a stage's W come in the order of its I."""
 
     def __init__(self, *sizes, **options):
         super().__init__(*sizes, **options)
@@ -73,29 +73,65 @@ def weight_gradient(x, gradient):
 
 
 # --- what it is for: 1F1B with weight gradients in its gaps
+#     F    y = stage(x), sent on                   as in pipeline.plain_gpipe
+#     I    y.backward(gradient), x.grad sent       of all layers, before any weight's gradient
+#     W    layer.backward_weight() of each layer   nothing is sent
 
 
 def zb_h1(rank, ranks, microbatches, reach=1):
     """1F1B with backward in two parts. Rank r has r fewer forwards in flight than rank 0. So it can
-    put off r weight gradients in the same memory. They fill its gaps at the end.
+    put off r weight gradients in rank 0's memory. They fill its gaps at the end.
 
         rank 0 of 3:  F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3
         rank 1 of 3:  F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
         rank 2 of 3:  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
-    reach: how many forwards a rank is ahead of the next. With 2 (zb-h2) no gap is left before the
-    first backward."""
+    reach: how many forwards a rank is ahead of the next. 2 (zb-h2) leaves no gap before backward."""
     ahead = min(reach * (ranks - 1 - rank), microbatches)
-    deferred = min(reach * rank, microbatches)
+    put_off = min(reach * rank, microbatches)
     row = Row("F" * ahead, rank)
     for i in range(microbatches):
         if i < microbatches - ahead:
             row.add("F", rank)
         row.add("I", rank)
-        if i >= deferred:
+        if i >= put_off:
             row.add("W", rank)
-    row.add("W" * deferred, rank)
+    row.add("W" * put_off, rank)
     return row
+
+
+# --- the executor: a Pipeline for F, I and W
+
+
+class SplitPipeline(Pipeline):
+    """A Pipeline that runs I and W as well. Use it as in Pipeline's example, with
+
+        schedule = find_schedule("zb-v", ranks, microbatches)
+        pipeline = SplitPipeline(schedule, forward, (b, T, C), dtype, device)
+
+    Beside ZeRO or FSDP: docs/use/two-techniques.md."""
+
+    def make_runner(self):
+        return SplitRunner(self.forward, self.row)
+
+
+class SplitRunner(StageRunner):
+    """Where backward has two parts, the forward runs under a Deferred (below). It does for any linear
+    layer what SplitLinear does, so I is an ordinary backward."""
+
+    def __init__(self, stage_forward, row):
+        super().__init__(stage_forward, row)
+        self.deferred_of = {(a.microbatch, a.stage): Deferred() for a in row if a.kind == "W"}
+
+    def run(self, action, received):
+        kind, m, stage = action
+        if kind == "W":
+            return self.deferred_of.pop((m, stage)).accumulate()
+        if kind == "I":
+            action = action._replace(kind="B")
+        # In I, too: checkpointed layers run their forward again
+        with self.deferred_of.get((m, stage), contextlib.nullcontext()):
+            return super().run(action, received)
 
 
 # --- any model: each F.linear and F.grouped_mm does what SplitLinear does
@@ -107,27 +143,31 @@ class Deferred(TorchFunctionMode):
         deferred = Deferred()
         with deferred:
             loss = F.cross_entropy(model(x), targets, reduction="sum") / target_count
-        loss.backward()        # I: gradients of inputs, biases, norms and embeddings
+            loss.backward()    # I: gradients of inputs, biases, norms and embeddings
         deferred.accumulate()  # W: gradients of weights. Without this line they are missing
 
-    W is for weights that are parameters or views of them. Not deferred, so their gradients come in
-    I: computed weights, all under autocast, those of addmm, matmul, bmm and nn.MultiheadAttention.
+    Deferred: weights that are parameters or views of them. With I come the gradients of computed
+    weights, of all weights under autocast, and of addmm, matmul, bmm and nn.MultiheadAttention.
 
     Set weight.used_twice = True if the stage also uses the weight outside F.linear, as a tied
     embedding. Else its gradient comes in two parts, and the hooks of DDP and ZeRO expect one."""
 
     def __init__(self):
         super().__init__()
-        # (weight, x, gradient of y, offsets of F.grouped_mm), in the order of backward
-        self.entries = []
+        self.entries = []  # (weight, x, gradient of y, offsets of F.grouped_mm), as in backward
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if function in (F.linear, torch._grouped_mm):  # the latter is what F.grouped_mm calls
             return self.defer(function, *args, **kwargs)
+        if function is torch.Tensor.backward:
+            # It turns the mode off, which checkpointed layers need: they run their forward again
+            with self:
+                edge = torch.autograd.graph.get_gradient_edge(args[0])
+                return torch.autograd.backward([edge], [kwargs.pop("gradient")], **kwargs)
         return function(*args, **kwargs)
 
-    def defer(self, function, input, weight, *rest, **options):
+    def defer(self, function, input, weight, *rest, **options):  # input: F.linear's own name
         """As SplitLinear.forward, but SaveInput holds the input: then checkpointing can drop it."""
         if not can_defer(input, weight):
             return function(input, weight, *rest, **options)
@@ -135,8 +175,8 @@ class Deferred(TorchFunctionMode):
         node = input.grad_fn
 
         def keep_pair(gradient):
-            [saved_x] = node.saved_tensors
-            self.entries.append((weight, saved_x.detach(), gradient, options.get("offs")))
+            [x] = node.saved_tensors
+            self.entries.append((weight, x.detach(), gradient, options.get("offs")))
 
         y = function(input, weight.detach(), *rest, **options)
         # F.linear of a 3-D x returns a view. An in-place ReLU would give it a new node, not hooked
@@ -146,9 +186,9 @@ class Deferred(TorchFunctionMode):
         return y
 
     def accumulate(self):
-        """Add the deferred gradients to their weights, in one pass of autograd: the hooks of DDP
-        and ZeRO see them like any others."""
-        # Autograd runs the newest node first. So last layers come first, as in a whole backward
+        """Add the deferred gradients to their weights, in one pass of autograd: DDP and ZeRO take
+        the end of a pass for the end of backward."""
+        # In the order of backward: autograd runs the newest node first
         roots = [WeightGradient.apply(*entry) for entry in reversed(self.entries)]
         self.entries.clear()
         if roots:
@@ -165,9 +205,8 @@ def can_defer(x, weight):
 
 
 class SaveInput(torch.autograd.Function):
-    """Identity. Saves x in the graph: there activation checkpointing drops it after forward, and
-    recomputes it when the hook asks for it. Recomputation stops at the last saved tensor, so the
-    matmul is not repeated."""
+    """Identity. Saves x in the graph: there activation checkpointing drops it after forward. When
+    the hook asks for it, recomputation stops at x, the last saved tensor: before the matmul."""
 
     @staticmethod
     def forward(ctx, x):
@@ -198,62 +237,24 @@ class WeightGradient(torch.autograd.Function):
         return result, None, None, None
 
 
-# --- the executor: a Pipeline runs these schedules with a runner of their own
-
-
-class SplitRunner(StageRunner):
-    """Runs I and W as well. I is an ordinary backward: its forward ran under a `Deferred`, which
-    keeps the rest for W."""
-
-    def __init__(self, stage_forward, row):
-        super().__init__(stage_forward, row)
-        # {(micro-batch, stage): its Deferred}, where backward has two parts
-        self.deferred_of = {(a.microbatch, a.stage): Deferred() for a in row if a.kind == "W"}
-
-    def run(self, action, received):
-        kind, m, stage = action
-        if kind == "W":
-            return self.deferred_of.pop((m, stage)).accumulate()
-        # In I, too: checkpointed layers run their forward again
-        with self.deferred_of.get((m, stage), contextlib.nullcontext()):
-            return super().run(action, received)
-
-
-class SplitSchedule(Schedule):
-    """A schedule that may have I and W. Use it as in Pipeline's example, with
-
-        schedule = find_schedule("zb-v", ranks, microbatches)
-
-    Beside ZeRO or FSDP: docs/use/two-techniques.md."""
-
-    runner = SplitRunner
-    passes = ["FB", "FIW"]
-
-    def outgoing(self, action):
-        """I sends what a whole backward would send, W nothing."""
-        return None if action.kind == "W" else super().outgoing(action)
-
-
 # --- schedules with two stages per rank
 
 
 def zb_v(rank, ranks, microbatches):
-    """Rank r holds the stages r (near) and 2 p - 1 - r (far): of 3 ranks 0 and 5, 1 and 4, 2 and 3.
-    The way through the ranks is a V with both ends on rank 0. With 5 micro-batches, where a quote
-    marks the forward of a far stage:
+    """Rank r holds the stages r (near the input) and 2 p - 1 - r (far): of 3 ranks 0 and 5, 1 and
+    4, 2 and 3. The way through the ranks is a V with both ends on rank 0. With 5 micro-batches,
+    where a quote marks the forward of a far stage:
 
         0 1 2 3 4'0(0{0'1(1{1'2(2{2(0{0'3(3{3(1{1'4(4{4(2{2(3{3(4{4
         . 0 1 2'0 3'1(0{0'2(1{1 4(0{0'3(2{2(1{1'4(3{3(2(4(3{2(4{3{4{4
-        . . 0'0 1'1 2'2(0{0 3(0{0'3(1{1 4(1{1'4(2{2(2(3(3(4(4{2{3{4{3{4
-    """
+        . . 0'0 1'1 2'2(0{0 3(0{0'3(1{1 4(1{1'4(2{2(2(3(3(4(4{2{3{4{3{4"""
     near, far, row = rank, 2 * ranks - 1 - rank, Row()
     # The plan needs 2 p - 1 micro-batches. Extra ones are dropped at the end, on all ranks: what is
     # left is still a valid order
     padded = max(microbatches, 2 * ranks - 1)
     # Fill, in row 0 up to "{2": forwards, until the first micro-batch is back from the last rank
     row.add("F" * (2 * (ranks - rank) - 1), near)
-    for _ in range(rank):
-        row.add("F", far, near)
+    row.add("F", *[far, near] * rank)
     row.add("FIW" * (ranks - rank), far)
     # Steady, in row 0 up to the first "{4": F I W of each side in turn
     while row.counts["F", far] < padded:
@@ -262,8 +263,7 @@ def zb_v(rank, ranks, microbatches):
         row.add("IW", near)
         row.add("FIW", far)
     # Drain: input gradients first, weights' where the rank would wait
-    for _ in range(rank):
-        row.add("I", near, far)
+    row.add("I", *[near, far] * rank)
     row.add("IW" * (ranks - rank), near)
     for stage in (far, near):
         row.add("W" * (padded - row.counts["W", stage]), stage)
@@ -271,9 +271,8 @@ def zb_v(rank, ranks, microbatches):
 
 
 def dualpipev(rank, ranks, microbatches):
-    """DualPipe's actions, with the stages of zb_v. Here they run one by one: dualpipe.py overlaps
-    each forward of phases 4 and 5 with the backward that follows. Phases are numbered as in
-    DeepSeek's code. Without experts overlap hides nothing: take zb-v."""
+    """DualPipe's actions, with the stages of zb_v. The phases are those of DeepSeek's code. In 4 and
+    5 dualpipe.py overlaps each forward with the backward that follows."""
     if microbatches < 2 * ranks:
         count = f"at least {2 * ranks} micro-batches, twice as many as ranks"
         raise ValueError(f"dualpipev needs {count}, not {microbatches}")
@@ -281,9 +280,9 @@ def dualpipev(rank, ranks, microbatches):
     later_ranks = ranks - 1 - rank
     # 1: forwards, until the first micro-batch is back on the far side
     row.add("F" * (2 * later_ranks), near)
-    for _ in range(rank + 1):  # 2: the V is full: a forward of each side
-        row.add("F", near, far)
+    row.add("F", *[near, far] * (rank + 1))  # 2: the V is full: forwards of both sides in turn
     row.add("IWF" * later_ranks, far)  # 3: the far side's first backwards, in two parts
+    row.counts["B", far] = later_ranks  # the next micro-batch's backward is whole
     for _ in range(microbatches - 2 * ranks + rank + 1):  # 4: forward and backward of both sides
         row.add("F", near)
         row.add("BF", far)
@@ -291,15 +290,16 @@ def dualpipev(rank, ranks, microbatches):
     for _ in range(later_ranks):  # 5: no forwards of the near side are left
         row.add("BF", far)
         row.add("B", near)
-    sides = [far, near] * (rank + 1)  # 6: backwards only, the second half in two parts
-    whole, split = sides[: rank + 1], sides[rank + 1 :]
-    row.add("B", *whole)
-    row.add("I", *split)
-    deferred = split + [near] * later_ranks  # the stages whose W is still to come, oldest first
-    for stage in deferred[:later_ranks]:  # 7: the last I of the near side, with W in between
+    sides = [far, near] * (rank + 1)  # 6: backwards only, the first half of them whole
+    row.add("B", *sides[: rank + 1])
+    for stage in (near, far):  # the next ones are in two parts
+        row.counts["I", stage] = row.counts["W", stage] = row.counts["B", stage]
+    row.add("I", *sides[rank + 1 :])
+    waiting_w = sides[rank + 1 :] + [near] * later_ranks  # stages whose W is to come, in order
+    for stage in waiting_w[:later_ranks]:  # 7: the last I of the near side, with W in between
         row.add("W", stage)
         row.add("I", near)
-    row.add("W", *deferred[later_ranks:])  # 8: the W that are left
+    row.add("W", *waiting_w[later_ranks:])  # 8: the W that are left
     return row
 
 
@@ -311,22 +311,22 @@ ALL_SCHEDULES = WHOLE | SPLIT
 
 @functools.cache
 def find_schedule(name, ranks, microbatches, chunks=None):
-    """The schedule of that name. chunks: stages of a rank, for interleaved. Raises ValueError where
-    none exists for these numbers."""
+    """The schedule of that name. chunks: stages per rank of interleaved; others have their own
+    number. Raises ValueError where none exists for these numbers."""
     row, options = ALL_SCHEDULES[name], {}
     if chunks and name == "interleaved":
         options["chunks"] = chunks
-    return SplitSchedule(row(rank, ranks, microbatches, **options) for rank in range(ranks))
+    return Schedule(row(rank, ranks, microbatches, **options) for rank in range(ranks))
 
 
 # --- demo ---
 
 import harness
-import pipeline
+import pipeline  # its demo has the training loop
 
 
 def main():
-    """The training loop is pipeline.py's: only the schedule differs."""
+    """pipeline.py's demo, with zb-h1 where it has 1f1b."""
     pipeline.main(__doc__, default="zb-h1")
 
 

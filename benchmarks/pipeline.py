@@ -13,7 +13,6 @@ import torch.nn.functional as F
 
 import benchmarks
 import harness
-import pipeline
 import zero_bubble
 from harness.start import launch
 from receipts import pipeline as schedules
@@ -55,7 +54,7 @@ def sleeping(name, run):
         return gradient(*tensors)
 
     with mock.patch.object(zero_bubble, "weight_gradient", slow_gradient):
-        ours = pipeline.Pipeline(schedule, forward, (2, 4), torch.float32, "cpu")
+        ours = zero_bubble.SplitPipeline(schedule, forward, (2, 4), torch.float32, "cpu")
         dist.barrier()
         begin = time.perf_counter()
         ours.run()

@@ -55,7 +55,6 @@ import fsdp
 import harness
 import model as gpt
 import muon
-import pipeline
 import sequence_parallel
 import tensor_parallel
 import zero
@@ -293,7 +292,7 @@ def our_pipeline(name, job):
     def forward(stage, m, x):
         return model[stage](tokens[m] if x is None else x, None, targets[m], job.count)
 
-    line = pipeline.Pipeline(schedule, forward, shape, job.dtype, job.device)
+    line = zero_bubble.SplitPipeline(schedule, forward, shape, job.dtype, job.device)
 
     def step():
         optimizer.zero_grad()

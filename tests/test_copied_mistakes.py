@@ -95,7 +95,7 @@ Schedule([good[0][:1], good[0][1:]])  # stage 0 is on rank 0 and 1
 Schedule([[a._replace(stage=2 * a.stage) for a in row] for row in good])  # stage 1 ... nothing
 """,
     "pipeline zero_bubble": """
-SplitSchedule([[pipeline.Action(kind, 0, 0) for kind in {"BF" | "FI" | "FWI" | "FBW"}]])
+Schedule([[pipeline.Action(kind, 0, 0) for kind in {"BF" | "FI" | "FWI" | "FBW"}]])
     # stage 0 runs micro-batch 0 as
 """,
     "expert_parallel": """

@@ -18,7 +18,6 @@ import dualpipe
 import expert_parallel
 import harness
 import model as gpt
-import pipeline
 import zero_bubble
 from harness import initialize, presets
 from receipts import dualpipe as receipt
@@ -149,7 +148,7 @@ def one_step(schedule_of, turns, watch=contextlib.nullcontext):
 
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     options = (schedule, forward, (2, 8, 16), torch.float64, "cpu", [alone] * 4)
-    make = pipeline.Pipeline
+    make = zero_bubble.SplitPipeline
     if isinstance(schedule, dualpipe.PairedSchedule):
         make = functools.partial(dualpipe.DualPipe, turns=turns)
     with watch():
@@ -190,7 +189,7 @@ def test_rows_travel_while_the_other_micro_batch_computes(ranks):
     """As many as the formula says; without turns none. The gradients are the same, bit for bit."""
 
     def work(rank):
-        plain = busy_messages(zero_bubble.SplitSchedule, dualpipe.Turns())
+        plain = busy_messages(zero_bubble.Schedule, dualpipe.Turns())
         turns = dualpipe.Turns()
         paired = busy_messages(dualpipe.PairedSchedule, turns)
         with mock.patch.object(dualpipe.Turns, "turn", lambda self: None):
@@ -265,7 +264,7 @@ def test_what_pairs_hide(ranks):
             schedule = dualpipe.PairedSchedule(schedule.rows)
             dualpipe.DualPipe(schedule, *options, turns=clock.turns).run()
         else:
-            pipeline.Pipeline(schedule, *options).run()
+            zero_bubble.SplitPipeline(schedule, *options).run()
         assert clock.now == computing + clock.waited
         return clock.waited
 

@@ -248,7 +248,7 @@ def hooked(rank, name, config, dtype, watch=contextlib.nullcontext, recompute="n
         yield
 
     with watch():
-        pp.Pipeline(schedule, forward, (1, 12, 32), dtype, "cpu", links, around).run()
+        zb.SplitPipeline(schedule, forward, (1, 12, 32), dtype, "cpu", links, around).run()
     return hooks, {n: p.grad for n, p in model.named()}
 
 
@@ -456,7 +456,7 @@ def test_equals_pytorchs_pipelining(ranks):
 
         if theirs is None:
             shape = (len(batch(0)[0]) // m, 12, 32)
-            ours = pp.Pipeline(schedule, forward, shape, torch.float64, "cpu")
+            ours = zb.SplitPipeline(schedule, forward, shape, torch.float64, "cpu")
         else:
             place = last + 1, torch.device("cpu")
             stages = [pipelining.PipelineStage(model[s], s, *place) for s in held]

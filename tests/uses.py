@@ -194,7 +194,7 @@ class Layout(OneProcess):
 
         ranks = dist.get_world_size(self.pp)
         self.schedule, layers = zb.find_schedule(name, ranks, self.microbatches), list(self.model)
-        self.pipeline = pp.Pipeline
+        self.pipeline = zb.SplitPipeline
         if self.turns:
             import dualpipe
 
@@ -525,7 +525,7 @@ class Probed(Layout):
 # --- a pipeline on one rank
 
 
-def play_alone(pp, schedule, last, first=lambda layer, x: layer(x)):
+def play_alone(pp, zb, schedule, last, first=lambda layer, x: layer(x)):
     """Run two stages on this rank, two micro-batches: gradients are a plain backward's."""
     torch.manual_seed(0)
     layers, data = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), torch.randn(2, 3, 4)
@@ -534,7 +534,7 @@ def play_alone(pp, schedule, last, first=lambda layer, x: layer(x)):
     def forward(stage, m, x):
         return last(layers[1], x) if stage else first(layers[0], data[m])
 
-    pp.Pipeline(schedule, forward, (3, 4), torch.float32, "cpu", links).run()
+    zb.SplitPipeline(schedule, forward, (3, 4), torch.float32, "cpu", links).run()
     gradients = [p.grad for p in layers.parameters()]
     layers.zero_grad()
     for m in range(2):

@@ -10,6 +10,7 @@ import dualpipe
 import harness
 import pipeline
 import receipts.train
+import zero_bubble
 from harness import documents
 from trainer import layout
 
@@ -62,11 +63,10 @@ class Runner:
         def forward(stage, m, x):
             return self.forward(self.model[stage], x, batches[m], held[m], starts[m], target_count)
 
-        # Shape and dtype of a message between stages
-        tokens_held = len(held[0]) // args.tp if args.sp else len(held[0])
+        tokens_held = len(held[0]) // args.tp if args.sp else len(held[0])  # in a message
         shape, dtype = (rows, tokens_held, run.config.width), harness.DTYPES[args.param_dtype]
         links = self.groups["down"] + self.groups["up"]
-        make = pipeline.Pipeline
+        make = zero_bubble.SplitPipeline
         if isinstance(schedule, dualpipe.PairedSchedule):
             make = functools.partial(dualpipe.DualPipe, turns=self.model.turns)
         return make(schedule, forward, shape, dtype, run.device, links, around=self.around).run()
