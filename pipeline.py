@@ -93,7 +93,7 @@ def plain_gpipe(stage, inputs, targets, loss_fn, like, group=None):
 
 
 class Action(NamedTuple):
-    """One micro-batch on one stage. Kinds: "F" forward, "B" backward; in zero_bubble.py "I", "W"."""
+    """A micro-batch on a stage. "F": forward, "B": backward. zero_bubble.py adds "I" and "W"."""
 
     kind: str
     microbatch: int

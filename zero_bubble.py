@@ -86,7 +86,7 @@ def zb_h1(rank, ranks, microbatches, reach=1):
         rank 1 of 3:  F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
         rank 2 of 3:  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
-    reach: how many forwards a rank is ahead of the next. 2 (zb-h2) leaves no gap before backward."""
+    reach: how many forwards a rank is ahead of the next. 2 (zb-h2): no gap before backward."""
     ahead = min(reach * (ranks - 1 - rank), microbatches)
     put_off = min(reach * rank, microbatches)
     row = Row("F" * ahead, rank)
@@ -116,8 +116,8 @@ class SplitPipeline(Pipeline):
 
 
 class SplitRunner(StageRunner):
-    """Where backward has two parts, the forward runs under a Deferred (below). It does for any linear
-    layer what SplitLinear does, so I is an ordinary backward."""
+    """Where backward has two parts, the forward runs under a Deferred (below). That does for every
+    linear layer what SplitLinear does, so I is an ordinary backward."""
 
     def __init__(self, stage_forward, row):
         super().__init__(stage_forward, row)
@@ -271,8 +271,8 @@ def zb_v(rank, ranks, microbatches):
 
 
 def dualpipev(rank, ranks, microbatches):
-    """DualPipe's actions, with the stages of zb_v. The phases are those of DeepSeek's code. In 4 and
-    5 dualpipe.py overlaps each forward with the backward that follows."""
+    """DualPipe's actions, with the stages of zb_v. The phases are those of DeepSeek's code. In 4, 5
+    dualpipe.py overlaps each forward with the backward that follows."""
     if microbatches < 2 * ranks:
         count = f"at least {2 * ranks} micro-batches, twice as many as ranks"
         raise ValueError(f"dualpipev needs {count}, not {microbatches}")
