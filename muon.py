@@ -1,4 +1,4 @@
-"""Muon: a matrix steps along its orthogonalised momentum, and each whole matrix has one owner.
+"""Muon: each matrix steps along its orthogonalised momentum, on the one rank that owns it.
 
     gradients of 3 ranks          the owner, alone                            all ranks
     matrix A    g0 + g1 + g2 -->  rank 0: momentum -> Newton-Schulz -> step   --> new A
@@ -6,19 +6,20 @@
     embedding   g0 + g1 + g2 -->  ranks 0, 1 and 2: AdamW on a third each     --> new embedding
 
 Muon replaces a matrix's momentum U S V^T (its SVD) by about U V^T, so that all directions move
-alike. Five Newton-Schulz steps do it. They need whole matrices, not shards: each rank owns some.
+alike. Five Newton-Schulz steps do it. They need a whole matrix, no shard of it: it has one owner.
 
-Split     Each of the layers' matrices goes to one rank, so that all have about equal work. All
-          other parameters take AdamW, which works on any piece: each rank owns 1/N of each.
-Sent      On average 2 r P e bytes per rank, with P parameters of e bytes, N ranks, r = (N-1)/N.
-          One reduce takes a matrix's gradient to its owner, one broadcast brings the new matrix to
-          all. AdamW's parameters have N owners: N reduces, N broadcasts. ZeRO-1 sends as much.
-Held      Weights and gradients whole, and 1/N of the states: one number per element of a matrix.
-Computed  20 m m n + 10 m m m FLOPs for a matrix of m x n, m <= n, once a step, on one rank.
+Split     Each of the layers' matrices goes to one rank, so that all ranks have about equal work.
+          All other parameters take AdamW, which works on any piece: each rank owns 1/N of each.
+Sent      On average 2 r P e bytes per rank, as in ZeRO-1, with P parameters of e bytes, N ranks,
+          r = (N-1)/N. One reduce takes a matrix's gradient to its owner, one broadcast brings the
+          new matrix to all. AdamW's parameters have N owners: N reduces, N broadcasts.
+Held      Weights and gradients whole, and 1/N of the states: the momentum, one number per element
+          of a matrix, and AdamW's two.
+Computed  Per step, on the owner: 20 m^2 n + 10 m^3 FLOPs for a matrix of m x n, m <= n.
 Backward  The model's own. A matrix is reduced as soon as its gradient is there.
 Use       For the layers of a language model: a lower loss than AdamW's after as many tokens.
 Limits    More ranks than matrices are no faster. Tensor-parallel ranks gather a matrix that they
-          share, and all of them iterate on it.
+          share, and each of them iterates on the whole.
 
     torchrun --nproc_per_node=4 muon.py                 python muon.py --family llama --experts 4
 
@@ -38,19 +39,20 @@ import torch.nn as nn
 
 
 def orthogonalize(matrix, dtype=None):
-    """About U V^T of a matrix U S V^T, or of each one of a stack (..., rows, columns). dtype: to
-    compute in, by default the matrix's.
+    """About U V^T of a matrix U S V^T, or of each matrix in a stack (..., rows, columns). dtype: of
+    the iteration; None: the matrix's.
 
-    Five Newton-Schulz steps. Each maps a singular value s to a s + b s^3 + c s^5. With Jordan's
-    factors small values grow fast: all above 0.002 end between 0.68 and 1.21, near enough to 1."""
+    Five Newton-Schulz steps change each singular value s. At first s <= 1, because the matrix is
+    divided by its norm. Jordan's factors lift small s fast and don't converge: all s above 0.002
+    end between 0.68 and 1.21, near enough to 1."""
     a, b, c = 3.4445, -4.7750, 2.0315
     if matrix.shape[-2] > matrix.shape[-1]:
         return orthogonalize(matrix.mT, dtype).mT  # products of the shorter side are cheaper
     norm = torch.linalg.matrix_norm(matrix, keepdim=True).clamp(min=1e-7)
-    x = (matrix / norm).to(dtype or matrix.dtype)  # (..., m, n) with m <= n; no s is above 1
+    x = (matrix / norm).to(dtype or matrix.dtype)  # (..., m, n) with m <= n
     for _ in range(5):
         gram = x @ x.mT  # (..., m, m)
-        x = a * x + (b * gram + c * gram @ gram) @ x
+        x = a * x + (b * gram + c * gram @ gram) @ x  # s -> a s + b s^3 + c s^5
     return x.to(matrix.dtype)
 
 
@@ -62,7 +64,8 @@ class PlainMuon(torch.optim.Optimizer):
 
     The update's root mean square is about 0.2, as AdamW's, so both take the same learning rate
     and weight decay (Moonlight). dtype=torch.bfloat16: the iteration is faster on GPUs.
-    p.matrix_rows = D: p's rows are of several matrices, D each, such as the heads of q, k and v."""
+    p.matrix_rows = D: p is several matrices of D rows, one below the other, such as the heads of
+    q, k and v."""
 
     def __init__(self, matrices, lr=1e-3, weight_decay=0.1, momentum=0.95, dtype=None):
         defaults = dict(lr=lr, weight_decay=weight_decay, momentum=momentum, dtype=dtype)
@@ -76,16 +79,16 @@ class PlainMuon(torch.optim.Optimizer):
                     self.step_on(p, **settings)
 
     @torch.no_grad()
-    def step_on(self, p, lr, weight_decay, momentum, dtype, **_):  # **_: "params"
+    def step_on(self, p, lr, weight_decay, momentum, dtype, **_):  # settings also have "params"
         state = self.state[p]
         if not state:
-            state["average"] = torch.zeros_like(p)
+            state["average"] = torch.zeros_like(p)  # of gradients: the momentum
         state["average"].lerp_(p.grad, 1 - momentum)
-        direction = p.grad.lerp(state["average"], momentum)  # Nesterov: more of the newest
+        direction = p.grad.lerp(state["average"], momentum)  # Nesterov: as if a step ahead
         p.mul_(1 - lr * weight_decay)
-        p.sub_(lr * self.orthogonal(direction, p, dtype))
+        p.sub_(lr * self.update_of(direction, p, dtype))
 
-    def orthogonal(self, direction, p, dtype):
+    def update_of(self, direction, p, dtype):
         """The orthogonalised direction, with a root mean square of 0.2."""
         rows = getattr(p, "matrix_rows", direction.shape[-2])
         matrices = direction.reshape(-1, rows, direction.shape[-1])
@@ -98,10 +101,10 @@ class PlainMuon(torch.optim.Optimizer):
 
 
 def step_by_owner(plain_muon, group):
-    """In place of plain_muon.step(), after backward on this rank's rows. Before: all ranks have
-    equal weights, and a gradient of every matrix, even if it is zero. All-reduce the gradients of
-    AdamW's parameters yourself (ddp.py), or the ranks' weights drift apart, silently. Don't clip
-    before it: gradients are this rank's, not their sum. For clipping take Muon, below."""
+    """In place of plain_muon.step(), after backward on this rank's rows. Needs equal weights on all
+    ranks, and a gradient of every matrix on every rank: zeros, if it has none. All-reduce the
+    gradients of AdamW's parameters yourself (ddp.py), or the ranks' weights drift apart, silently.
+    Don't clip before it: p.grad is this rank's part, not the sum. Muon, below, can clip."""
     matrices = [p for settings in plain_muon.param_groups for p in settings["params"]]
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     for i, p in enumerate(matrices):
@@ -116,23 +119,26 @@ def step_by_owner(plain_muon, group):
 # --- the same in full: reductions hide behind backward, broadcasts behind the owners' iterations
 
 
-class Muon:
-    """Trains `model` over `group`: Muon for `matrices`, AdamW for its other parameters.
+class OverlappedMuon:
+    """Trains `model` over `group`: Muon for `matrices`, AdamW for its other parameters. The class
+    Muon, below, adds other kinds of parallelism.
 
         matrices = [p for p in model.blocks.parameters() if p.dim() > 1]
         muon = Muon(model, group, matrices, lr=1e-3, microbatches=2)
         for micro_batches, target_count in batches:    # the number of targets of all ranks
-            muon.zero_grad()                           # the model's would replace p.grad
+            muon.zero_grad()                           # not the model's: that would replace p.grad
             for x, y in micro_batches:                 # this rank's 2
                 loss = cross_entropy(model(x), y, reduction="sum") / target_count
                 loss.backward()
             muon.clip(muon.grad_norm(), 1.0)           # torch's would read unsummed gradients
             muon.step()
 
-    Before: all ranks have equal weights, on one device, tied and frozen in their final form.
-    p.grad is the sum of all ranks' on p's owner only: gather_full() brings it to the others.
-    muon.muon and muon.adamw are the optimizers of what this rank owns, with their settings in
-    param_groups. Momentum and decay move a parameter without a gradient, too."""
+    Needs equal weights on all ranks, on one device. Tie, cast and freeze them before. After
+    finish() p.grad is complete on p's owner only. A parameter without a gradient still moves, by
+    its momentum and its decay. muon.muon and muon.adamw are the optimizers of what this rank owns,
+    with their settings in param_groups."""
+
+    optimizer_class = PlainMuon
 
     def __init__(
         self,
@@ -142,64 +148,63 @@ class Muon:
         lr=1e-3,
         weight_decay=0.1,  # of all matrices, the embedding too; vectors have none
         microbatches=1,  # the backward passes of a step
-        pipeline_stages=None,  # of a rank with several: {stage: module}
         **options,  # momentum and dtype, of PlainMuon
     ):
-        self.model, self.group = model, group
+        self.model, self.group, self.microbatches = model, group, microbatches
         matrices = set(matrices)
         check_matrices(matrices, model)
+
+        # 1  Buckets, in the order in which backward fills them. Each matrix has its own. Vectors
+        #    are small: they share one, the last
         trained = [p for p in model.parameters() if p.requires_grad]
+        lists = [[p] for p in reversed(trained) if p.dim() > 1]
+        vectors = {}  # {kind: those that share a bucket}
+        for p in trained:
+            if p.dim() < 2:
+                vectors.setdefault((p.dtype, *self.groups_of(p)), []).append(p)
+        lists += vectors.values()
         owners = deal_to_owners([p for p in trained if p in matrices], group)
+        self.buckets = [OwnedBucket(ps, owners.get(ps[0]), *self.groups_of(ps[0])) for ps in lists]
 
-        # 1  Buckets, in the order in which they fill in backward. Vectors are small, and share one
-        by_kind = {}
-        for p in reversed(trained):
-            matrix = p if p.dim() > 1 else None  # each matrix is a kind of its own
-            kind = p.dtype, p.device, place_of(p, group), matrix
-            by_kind[kind] = [*by_kind.pop(kind, []), p]  # popped: a kind stands at its last member
-        self.buckets = [OwnedBucket(ps, owners.get(ps[0]), group) for ps in by_kind.values()]
-
-        # 2  Hooks count the gradients. A tied matrix gets one from each pipeline stage that uses it
-        modules = pipeline_stages.values() if pipeline_stages else [model]
-        uses = Counter(p for module in modules for p in module.parameters())
+        # 2  Hooks count the gradients
         for bucket in self.buckets:
-            bucket.grads_per_step = microbatches * sum(uses[p] for p in bucket.parameters)
+            bucket.grads_per_step = microbatches * len(bucket.parameters)
             for p in bucket.parameters:
                 p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket))
 
-        # 3  The optimizers step on what this rank owns. AdamW has the betas of GPT-3
-        by_muon, by_adamw = [], []
+        # 3  The optimizers step on what this rank owns
+        own_matrices, adamw_groups = [], []
         for bucket in self.buckets:
             if bucket.owner is None:
                 decay = weight_decay if bucket.parameters[0].dim() > 1 else 0.0
-                by_adamw.append({"params": bucket.pieces, "weight_decay": decay})
+                adamw_groups.append({"params": bucket.pieces, "weight_decay": decay})
             elif bucket.owner == bucket.rank:
-                by_muon += bucket.parameters
-        self.muon = ShardedMuon([{"params": by_muon}], lr, weight_decay, **options)
-        self.adamw = torch.optim.AdamW(by_adamw or [{"params": []}], lr, (0.9, 0.95), fused=True)
+                own_matrices += bucket.parameters
+        self.muon = self.optimizer_class([{"params": own_matrices}], lr, weight_decay, **options)
+        adamw_groups = adamw_groups or [{"params": []}]  # AdamW refuses an empty list
+        self.adamw = torch.optim.AdamW(adamw_groups, lr, (0.9, 0.95), fused=True)  # GPT-3's betas
         self.optimizers = self.muon, self.adamw
 
-        self.addresses = addresses_of(model)  # for check_addresses
-        self.works = []  # messages on their way
+        self.addresses = addresses_of(model)  # of weights and gradients, to notice a new one
+        self.messages = []  # on their way
         self.finished = True  # whether the gradients are summed
         self.zero_grad()
 
-    @property
-    def param_groups(self):
-        """Of both optimizers, for learning rates."""
-        return self.muon.param_groups + self.adamw.param_groups
+    def groups_of(self, p):
+        return [self.group]  # the ranks that sum p's gradient
 
     # --- a step
     #
     # zero_grad()  All gradients are 0.
-    # backward     Autograd adds to p.grad, a view of a bucket. _arrived starts to reduce full ones.
+    # backward     Autograd adds to p.grad, a view of a bucket. _arrived counts, and starts to
+    #              reduce the buckets that are full.
     # finish()     Reduces what backward has not, and waits for all.
     # step()       AdamW on this rank's pieces, Muon on its matrices. Each is sent once it is done.
 
     def zero_grad(self):
-        """Start a step. After an exception on any rank, all ranks call finish() first."""
-        check_addresses(self)
-        check_finished(self)
+        """Start a step. If backward raised on any rank, call finish() on all ranks before:
+        reductions may be on their way."""
+        check_zero_grad(self)
         self.finished = False
         self.started = 0  # the number of buckets whose reduction has started
         for bucket in self.buckets:
@@ -217,7 +222,7 @@ class Muon:
         for bucket in self.buckets[self.started :]:
             if bucket.grads_left > 0:
                 break
-            self.works += bucket.sum_on_owners()
+            self.messages += bucket.sum_on_owners()
             self.started += 1
 
     def finish(self):
@@ -227,77 +232,70 @@ class Muon:
             return
         check_addresses(self)
         for bucket in self.buckets:
-            bucket.grads_left = 0  # no rank's backward brings more
+            bucket.grads_left = 0  # a rank that ran fewer passes must still join the reductions
         self._start_full_buckets()
         self._wait()
-        for bucket in self.buckets:
-            for group in bucket.partial:  # rarely any: not overlapped
-                if len(bucket.own_gradient):
-                    dist.all_reduce(bucket.own_gradient, group=group)
         self.finished = True
 
+    def grad_norm(self):
+        """The norm of the whole gradient: a float64 scalar, the same on all ranks."""
+        self.finish()
+        parts = [bucket.own_gradient for bucket in self.buckets]  # each element has one owner
+        square = sum(torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in parts)
+        dist.all_reduce(square, group=self.group)
+        return square.sqrt()
+
+    def clip(self, norm, limit):
+        """Scale the gradients so that their norm is at most `limit` (0: leave them)."""
+        if limit > 0:
+            scale = (limit / (norm + 1e-6)).clamp(max=1.0)
+            for bucket in self.buckets:
+                bucket.own_gradient.mul_(scale.to(bucket.gradients.dtype))
+
     def step(self):
-        """Step on what this rank owns, and send the new weights to all. nanochat stacks matrices of
-        equal shape and iterates on all at once. Here one is sent while the next ones iterate."""
+        """Step on what this rank owns, and send the new weights to all. One matrix is sent while
+        its owner iterates on the next."""
         self.finish()
         self.adamw.step()
         [settings] = self.muon.param_groups  # all matrices are in one
         for bucket in self.buckets:
             if bucket.owner == bucket.rank:
                 self.muon.step_on(bucket.parameters[0], **settings)
-            self.works += bucket.send_from_owners(bucket.weights)
+            self.messages += bucket.send_from_owners(bucket.weights)
         self._wait()
 
     def _wait(self):
-        for work in self.works:
-            work.wait()
-        self.works = []
+        for message in self.messages:
+            message.wait()
+        self.messages = []
 
-    # --- beside a step: the norm, clipping, checkpoints, whole gradients
+    # --- beside a step: schedules, checkpoints, whole gradients
 
-    def grad_norm(self, pipeline_group=None):
-        """The norm of the whole gradient: a float64 scalar, the same on all ranks. pipeline_group:
-        the ranks with the other stages of a pipeline."""
-        self.finish()
-        squares = {}  # {groups: the sum of this rank's squares that is summed over them}
-        for groups, part in counted_buckets(self, pipeline_group):
-            square = torch.linalg.vector_norm(part, dtype=torch.float64).square()
-            squares[groups] = squares.get(groups, 0) + square
-        total = sum(sum_over(groups, square) for groups, square in squares.items())
-        return sum_over([pipeline_group], total).sqrt()
-
-    def clip(self, norm, limit):
-        """Scale the gradients so that their global norm is at most `limit` (0: leave them). norm:
-        grad_norm()'s tensor."""
-        if limit > 0:
-            scale = (limit / (norm + 1e-6)).clamp(max=1.0)
-            for bucket in self.buckets:
-                bucket.own_gradient.mul_(scale.to(bucket.gradients.dtype))
+    @property
+    def param_groups(self):
+        return self.muon.param_groups + self.adamw.param_groups  # for learning rates
 
     def update_weights(self):
-        """The owners' weights were filled, from a checkpoint: bring them to all ranks."""
+        """Bring the owners' weights to all ranks, after a checkpoint filled them."""
         for bucket in self.buckets:
-            self.works += bucket.send_from_owners(bucket.weights)
+            self.messages += bucket.send_from_owners(bucket.weights)
         self._wait()
 
     def gather_full(self, named=()):
         """Bring the complete gradients to every rank's p.grad, for checks. All ranks call it.
-        Returns its (name, parameter) pairs, as ZeRO's does."""
+        Returns `named` as it is, for callers that know ZeRO, which returns copies."""
         self.finish()
         for bucket in self.buckets:
-            self.works += bucket.send_from_owners(bucket.gradients)
+            self.messages += bucket.send_from_owners(bucket.gradients)
         self._wait()
         return list(named)
-
-
-# --- owners
 
 
 def deal_to_owners(matrices, group):
     """{matrix: the rank that owns it}: the largest first, each to the rank with the least to do."""
     owners, loads = {}, {}
     for p in sorted(matrices, key=flops, reverse=True):
-        data_group = placed(p, "data", group)  # an expert has fewer replicas
+        data_group = placed(p, "data", group)  # group; see Muon, below
         load = loads.setdefault(data_group, [0] * dist.get_world_size(data_group))
         owners[p] = load.index(min(load))
         load[owners[p]] += flops(p)
@@ -305,26 +303,27 @@ def deal_to_owners(matrices, group):
 
 
 def flops(p):
-    """Of the iterations of p: a matrix, a stack of them, or a shard of these."""
-    shape = placed(p, "shape", p.shape)
+    """FLOPs of a step's iterations on p, a matrix or a stack of them."""
+    shape = placed(p, "shape", p.shape)  # p.shape; see Muon, below
     m, n = sorted((getattr(p, "matrix_rows", shape[-2]), shape[-1]))
-    return math.prod(shape) * (20 * m + 10 * m * m / n)
+    count = math.prod(shape) // (m * n)
+    return count * (20 * m * m * n + 10 * m**3)
 
 
 class OwnedBucket:
-    """A matrix, or vectors, as two flat tensors: each p and p.grad is a view of them. They belong
-    to the rank `owner`. owner None: each rank owns 1/N of the elements, and AdamW steps on them.
+    """A matrix, or parameters for AdamW, as two flat tensors: each p and p.grad is a view of them.
 
-    owned         {rank: the elements that it owns}: one reduce and one broadcast for each
+    owner         the rank that owns the matrix. None: each rank owns 1/N of the elements, for AdamW
+    owned         {rank: the elements that it owns}: one reduce and one broadcast for each. (One
+                  reduce-scatter for all would need padding, and sends twice as much on gloo)
     own_slice     the elements that this rank owns
     own_gradient  this rank's part of the gradients
-    pieces        what this rank owns of each parameter; the owner has the parameter itself"""
+    pieces        what this rank owns of each parameter; the owner has the matrix itself"""
 
-    def __init__(self, parameters, owner, group):
-        self.parameters, self.owner = parameters, owner
-        # The ranks that share them: `group`, but where another technique says otherwise
-        self.group, self.partial, self.cut_groups = place_of(parameters[0], group)
-        self.rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+    def __init__(self, parameters, owner, group, partial=(), cut_groups=()):
+        self.parameters, self.owner, self.group = parameters, owner, group
+        self.partial, self.cut_groups = partial, cut_groups  # see Muon, below
+        self.rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         self.weights = torch.cat([p.detach().flatten() for p in parameters])
         self.gradients = torch.zeros_like(self.weights)
         size = len(self.weights)
@@ -364,10 +363,31 @@ class OwnedBucket:
 
 class ShardedMuon(PlainMuon):
     """PlainMuon for shards of matrices. All ranks that share a matrix gather the direction, iterate
-    on the whole, and keep their part. As in torch's fused optimizers, a step changes nothing if the
-    tensor found_inf is 1: a loss scaler, or train.py, can skip it without waiting for the GPU."""
+    on the whole, and keep their part."""
 
-    found_inf = None
+    def update_of(self, direction, p, dtype):
+        cuts = self.cuts_within(p)
+        if not cuts:
+            return super().update_of(direction, p, dtype)
+        [(dim, (group, start, length))] = cuts  # tensor parallelism cuts in one dimension
+        shards = [torch.empty_like(direction) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(shards, direction, group=group)
+        # Without the padding of the last shards, so that the scale is that of the true shape
+        whole = torch.cat(shards, dim).narrow(dim, 0, p.placement["shape"][dim])
+        update = super().update_of(whole, p, dtype).narrow(dim, start, length)
+        padded = torch.zeros_like(p)
+        padded.narrow(dim, 0, length).copy_(update)
+        return padded
+
+    def cuts_within(self, p):
+        """[(dimension, cut)] of the cuts that go through p's matrices. A cut between matrices, such
+        as heads or a stack's experts, leaves each whole. Dimension None cuts none: the other ranks
+        have other matrices, such as experts that are modules."""
+        first = 1 if hasattr(p, "matrix_rows") else p.dim() - 2
+        cuts = placed(p, "cuts", {}).items()
+        return [(dim, cut) for dim, cut in cuts if dim is not None and dim >= first]
+
+    found_inf = None  # a tensor: where it is 1 a step changes nothing, as in torch's optimizers
 
     def step_on(self, p, lr, **settings):
         if self.found_inf is not None:
@@ -377,64 +397,63 @@ class ShardedMuon(PlainMuon):
             lr = lr * (1 - self.found_inf.double())
         super().step_on(p, lr, **settings)
 
-    def orthogonal(self, direction, p, dtype):
-        cuts = self.cuts_within(p)
-        if not cuts:
-            return super().orthogonal(direction, p, dtype)
-        [(dim, (group, start, length))] = cuts  # in one dimension only
-        shards = [torch.empty_like(direction) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(shards, direction, group=group)
-        # Without the zeros that pad the last shards: the scale is the whole matrix's
-        whole = torch.cat(shards, dim).narrow(dim, 0, p.placement["shape"][dim])
-        update = super().orthogonal(whole, p, dtype).narrow(dim, start, length)
-        padded = torch.zeros_like(p)
-        padded.narrow(dim, 0, length).copy_(update)
-        return padded
 
-    def cuts_within(self, p):
-        """[(dimension, cut)] of the cuts that go through p's matrices. Cuts between matrices, as of
-        heads or of a stack of experts, leave whole ones; dimension None cuts no tensor."""
-        first = 1 if hasattr(p, "matrix_rows") else p.dim() - 2
-        cuts = placed(p, "cuts", {}).items()
-        return [(dim, cut) for dim, cut in cuts if dim is not None and dim >= first]
+class Muon(OverlappedMuon):
+    """OverlappedMuon where other kinds of parallelism have written p.placement, and in a pipeline.
+    The loop is the same. pipeline_stages: {stage: its module}, of a rank with several."""
 
+    optimizer_class = ShardedMuon
 
-def place_of(p, group):
-    """(The ranks over which p's gradient is summed, further groups over which it is a partial sum,
-    groups that cut p.)"""
-    cut_groups = tuple(group for group, _, _ in placed(p, "cuts", {}).values())
-    return placed(p, "data", group), tuple(placed(p, "partial", ())), cut_groups
+    def __init__(self, model, group, *arguments, pipeline_stages=None, **options):
+        super().__init__(model, group, *arguments, **options)
+        modules = pipeline_stages.values() if pipeline_stages else [model]
+        uses = Counter(p for module in modules for p in module.parameters())
+        for bucket in self.buckets:  # a tied matrix gets a gradient from each stage that uses it
+            bucket.grads_per_step = self.microbatches * sum(uses[p] for p in bucket.parameters)
+            bucket.grads_left = bucket.grads_per_step
 
+    def groups_of(self, p):
+        """(The ranks that sum p's gradient, further groups over which it is a partial sum, groups
+        that cut p.)"""
+        cut_groups = tuple(group for group, _, _ in placed(p, "cuts", {}).values())
+        return placed(p, "data", self.group), tuple(placed(p, "partial", ())), cut_groups
 
-# From here to the refusals as in zero.py
+    def finish(self):
+        if self.finished:
+            return
+        super().finish()
+        for bucket in self.buckets:
+            for group in bucket.partial:  # mostly none: not overlapped
+                if len(bucket.own_gradient):
+                    dist.all_reduce(bucket.own_gradient, group=group)
+
+    def grad_norm(self, pipeline_group=None):
+        """pipeline_group: the ranks with the other stages of a pipeline."""
+        self.finish()
+        # Groups that cut some parameters replicate the others. Experts' cut nothing else
+        cuts = [bucket.cut_groups for bucket in self.buckets if bucket.group is self.group]
+        cut_groups = max(cuts, key=len, default=())
+        squares = {}  # {groups to sum over: this rank's sum of squares}
+        for bucket in self.buckets:
+            groups = bucket.group, *(bucket.cut_groups or cut_groups)
+            norm_groups = groups if pipeline_group is None else (*groups, pipeline_group)
+            norm_ranks = set().union(*map(dist.get_process_group_ranks, norm_groups))
+            # Of ranks with the same part the first counts it: after a sum over `partial`, too
+            replicated_over = [] if bucket.cut_groups else [*cut_groups]
+            for group in bucket.partial:
+                if norm_ranks.issuperset(dist.get_process_group_ranks(group)):
+                    replicated_over.append(group)
+            is_first = all(dist.get_rank(group) == 0 for group in replicated_over)
+            part = bucket.own_gradient if is_first else bucket.own_gradient[:0]
+            square = torch.linalg.vector_norm(part, dtype=torch.float64).square()
+            squares[groups] = squares.get(groups, 0) + square
+        total = sum(sum_over(groups, square) for groups, square in squares.items())
+        return sum_over([pipeline_group], total).sqrt()
 
 
 def placed(p, key, default):
     """An entry of p.placement, in which techniques say what a rank has of a parameter."""
     return getattr(p, "placement", {}).get(key) or default
-
-
-def counted_buckets(muon, pipeline_group):
-    """For each bucket: (the groups over which the norm sums, this rank's part of the gradient).
-    Of ranks with the same part the first counts it, the others nothing."""
-    # Groups that cut some parameters replicate the others. (Experts have a data group of their own)
-    cuts = [bucket.cut_groups for bucket in muon.buckets if bucket.group is muon.group]
-    cut_groups = next(filter(None, cuts), ())
-    for bucket in muon.buckets:
-        groups = bucket.group, *(bucket.cut_groups or cut_groups)
-        norm_groups = groups if pipeline_group is None else (*groups, pipeline_group)
-        # Ranks that have added up their gradients have the same part
-        replicated_over = [group for group in bucket.partial if is_within(group, norm_groups)]
-        if not bucket.cut_groups:
-            replicated_over += cut_groups
-        is_first = all(dist.get_rank(group) == 0 for group in replicated_over)
-        yield groups, bucket.own_gradient if is_first else bucket.own_gradient[:0]
-
-
-def is_within(inner, outers):
-    """Whether the ranks of a group are among those of one of the others."""
-    ranks = set(dist.get_process_group_ranks(inner))
-    return any(ranks.issubset(dist.get_process_group_ranks(outer)) for outer in outers)
 
 
 def sum_over(groups, tensor):
@@ -464,7 +483,8 @@ def check_grads_left(bucket):
         )
 
 
-def check_finished(muon):
+def check_zero_grad(muon):
+    check_addresses(muon)
     if not muon.finished and any(b.grads_left < b.grads_per_step for b in muon.buckets):
         raise RuntimeError("there was no finish(): gradients would be lost")
 
