@@ -186,12 +186,12 @@ def data_parallel(run, model, groups):
     draw = pretrained.Folder(args.init_from, run.config).draw if args.init_from else initialize.draw
     # Backward passes of a rank's stages alternate, so ZeRO and Muon count them by stage
     stages = {int(stage): part for stage, part in model.parts.items()}
-
     if args.optimizer == "muon":
         run.fill(model, draw)
         run.make_optimizer = receipts.muon.one_process(muon.PlainMuon)  # for --prove: unsplit
         matrices = receipts.muon.matrices_of(model)
-        return muon.Muon(model, dp, matrices, args.lr, args.weight_decay, args.microbatches, stages)
+        options = dict(lr=args.lr, weight_decay=args.weight_decay, microbatches=args.microbatches)
+        return muon.Muon(model, dp, matrices, pipeline_stages=stages, **options)
 
     # Mixed precision needs ZeRO even at stage 0: it keeps master weights, in --dtype
     one_dtype = args.dtype == args.param_dtype == args.reduce_dtype

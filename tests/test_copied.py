@@ -272,7 +272,7 @@ def assert_trained(named, whole, piece=lambda full, p: full):
         ("zero", "OverlappedZeRO", "torch", "AdamW"),
         ("zero", "ZeRO", "torch", "AdamW"),
         ("zero fsdp", "FSDP", "torch", "AdamW"),
-        ("muon", "Muon", "torch", "Muon"),
+        ("muon", "OverlappedMuon", "torch", "Muon"),
     ],
 )
 def test_usage_of_data_parallelism(copied, files, of, model, optimizer):
@@ -294,8 +294,8 @@ def test_usage_of_data_parallelism(copied, files, of, model, optimizer):
             names["batches"] = [(*part, count) for [part], count in names["batches"]]
         else:
             code = usage(getattr(module, of)).replace("torch.optim.SGD", "make")
-        if of == "OverlappedZeRO":  # what it shows as ZeRO
-            names["ZeRO"] = module.OverlappedZeRO
+        if of.startswith("Overlapped"):  # it shows the name of the full class
+            names[of.removeprefix("Overlapped")] = getattr(module, of)
         if of == "ZeRO":  # replicas of one rank each; the loop is the other class's
             names |= dict(node=[dist.new_group([r]) for r in range(3)][rank], across=group.WORLD)
             code += "\n" + usage(module.OverlappedZeRO).partition("\n")[2]
@@ -303,7 +303,7 @@ def test_usage_of_data_parallelism(copied, files, of, model, optimizer):
             names["target_count"] = names["batches"][0][1]
             names["batches"] = [part for [part], _ in names["batches"]]
         exec(code, names)
-        weights, clips = use.named(), of in ("OverlappedZeRO", "ZeRO", "FSDP", "Muon")
+        weights, clips = use.named(), of.endswith(("ZeRO", "FSDP", "Muon")) and of != "PlainZeRO"
         whole = one_process(model, optimizer, limit=1.0 if clips else 0)
         if clips:
             sharded = names[of.removeprefix("Overlapped").lower()]
