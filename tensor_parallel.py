@@ -4,21 +4,21 @@
              rank 0: units 0..H/2          units 0..H/2
              rank 1: units H/2..H          units H/2..H        partial sums, added by g
 
-The first matrix gives each rank, a process with its own device, half of the H hidden units. The
-activation works on each unit by itself, so no rank needs another's half. The second matrix turns
-each half into a partial sum of the output. Attention is split alike, by heads, and so is the
-vocabulary. Norms, the biases after g and the residual stream are whole on every rank.
+A rank is a process with its own device. The first matrix gives each rank half of the H hidden
+units. The activation works on each unit by itself, so no rank needs another's half. The second
+matrix turns each half into a partial sum of the output. Attention is split alike, by heads, and so
+is the vocabulary. Norms, the biases after g and the residual stream are whole on every rank.
 
 Sent: g adds the partial sums in forward (one all-reduce). f adds the gradients of x in backward
 (one all-reduce), because every rank's half used x. A block has an f and a g around attention and
-again around its MLP: 4 all-reduces of a tensor (B, T, C), B sequences of T tokens, C wide. In one
-of S bytes each of t ranks sends 2 r S, r = (t-1)/t (collectives.py): per block 8 r B T C e bytes,
-at e bytes an element. Embedding and head add 4 r B T C e, the loss three numbers per token.
-Between machines it rarely pays: each layer waits for messages (docs/learn/tensor-parallelism.md).
+again around its MLP: 4 all-reduces of a tensor (B, T, C), B sequences of T tokens, C wide. For an
+all-reduce of S bytes each of the t ranks sends 2 r S bytes, with r = (t-1)/t (collectives.py). So a
+rank sends 8 r B T C e bytes per block, at e bytes an element. Embedding and head add 4 r B T C e,
+the loss three numbers per token. Between machines it rarely pays: each layer waits for messages.
 
-Backward: g's is the identity. y is the sum of the partial sums, so each of them gets y's gradient.
-All ranks compute the same loss from the same y: it is one loss, not t of them. f's sum is the
-complete gradient of x, so all earlier layers get complete gradients, the same on every rank.
+Backward: that of g is the identity, because y is the sum of the partial sums: each of them gets y's
+gradient. All ranks compute the same loss from the same y: it is one loss, not t of them. f's sum is
+the complete gradient of x, so all earlier layers get complete gradients, the same on every rank.
 
     torchrun --nproc_per_node=4 tensor_parallel.py
     python tensor_parallel.py --family llama --kv-heads 4
@@ -46,7 +46,7 @@ class CopyToGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
-        return x.view_as(x)  # f's backward is this view's: the residual's use of x is not summed
+        return x.view_as(x)  # a node of its own: the residual reads x, not this, and is not summed
 
     @staticmethod
     @once_differentiable
@@ -57,7 +57,7 @@ class CopyToGroup(torch.autograd.Function):
 
 
 class ReduceFromGroup(torch.autograd.Function):
-    """g: the sum of all ranks' x, in place. Each x gets the gradient of the sum as it is."""
+    """g: the sum over the ranks, in place of x. In backward every rank's x gets its gradient."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -72,15 +72,18 @@ class ReduceFromGroup(torch.autograd.Function):
 
 
 def plain_mlp(x, up, down, group):
-    """The picture in three lines: x (B, T, C) -> (B, T, C). up (H/t, C) and down (C, H/t) are this
-    rank's shards of torch's weights, which are (out, in)."""
+    """The picture in three lines: x (B, T, C) -> (B, T, C). torch's weights are (out, in), so rank r
+    of t cuts its shards out of the whole up (H, C) and down (C, H) by
+
+        up = up.chunk(t, dim=0)[r]        # (H/t, C)
+        down = down.chunk(t, dim=1)[r]    # (C, H/t)"""
     x = CopyToGroup.apply(x, group)  # f
     hidden = F.gelu(F.linear(x, up))  # (B, T, H/t): this rank's hidden units
     return ReduceFromGroup.apply(F.linear(hidden, down), group)  # g
 
 
 class GroupFunction(nn.Module):
-    """Calls self.function, which subclasses give, with x and the group."""
+    """A module for an autograd function of (x, group): `function`, which each subclass names."""
 
     def __init__(self, group):
         super().__init__()
@@ -91,8 +94,8 @@ class GroupFunction(nn.Module):
 
 
 class Enter(GroupFunction):
-    """f: put one right before the split layers that share an input. Not before an unsplit layer:
-    there each rank has x's complete gradient, and f would add it up t times."""
+    """f. Put one right before the split layers that share an input: one for q, k and v together. Not
+    before an unsplit layer: its gradient is complete on each rank, and f would add it t times."""
 
     function = CopyToGroup  # sequence_parallel.py has another f and g
 
@@ -103,31 +106,31 @@ class Leave(GroupFunction):
     function = ReduceFromGroup
 
 
-# --- the two matrices between f and g, cut by `shard`, below. Column and Row are the paper's
-# names: it writes Y = X A. torch stores A transposed, so a column of A is a row of `weight`
+# --- the two matrices between f and g, cut by `shard`, below
 
 
 class ColumnParallelLinear(nn.Module):
-    """Splits the outputs: each rank keeps out/t rows of torch's (out, in) weight, the columns of A.
-    x (..., in) -> this rank's (..., out / t). Put f before it.
+    """Splits the outputs: x (..., in) -> this rank's (..., out / t). Put f before it. Column and Row
+    are the paper's names: it writes Y = X A. torch stores A transposed, as (out, in), so a column
+    of A is a row of `weight`.
 
     Attention: a shard must be whole heads. The usual fused qkv (all q, all k, all v) would be cut
     wrong, silently: order its rows by kv-head (its q heads, its k, its v), or keep three layers.
     Where t does not divide `out`, zeros fill the last shards. The activation must then map 0 to 0,
-    or the padding gets gradients. shared_by: see `shard`."""
+    or the padding gets gradients. kv_group: only for k and v on more ranks than kv-heads: `shard`."""
 
-    def __init__(self, linear, group, shared_by=None):
+    def __init__(self, linear, group, kv_group=None):
         super().__init__()
-        self.weight = shard(linear.weight, 0, group, shared_by)  # (out / t, in)
-        self.bias = shard(linear.bias, 0, group, shared_by)
+        self.weight = shard(linear.weight, 0, group, kv_group)  # (out / t, in)
+        self.bias = shard(linear.bias, 0, group, kv_group)
 
     def forward(self, x):
         return F.linear(x, self.weight, self.bias)
 
 
 class RowParallelLinear(nn.Module):
-    """Splits the inputs: each rank keeps in/t columns of torch's (out, in) weight, the rows of A.
-    x (..., in / t) -> the complete (..., out), by g."""
+    """Splits the inputs: x (..., in / t) -> the complete (..., out), by g. A row of A is a column of
+    `weight`."""
 
     def __init__(self, linear, group):
         super().__init__()
@@ -137,28 +140,30 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x):
         y = self.leave(F.linear(x, self.weight))
-        return y if self.bias is None else y + self.bias  # the bias once, after g
+        # After g: before it each rank would add the bias, and the sum would have it t times
+        return y if self.bias is None else y + self.bias
 
 
 # --- a model of yours. All t ranks, which torchrun starts, have the same weights and tokens
 #
 #     dist.init_process_group()
 #     group = dist.group.WORLD
+#     t = dist.get_world_size(group)
 #     for block in model.blocks:
 #         attn, mlp = block.attn, block.mlp
 #         attn.norm = nn.Sequential(attn.norm, Enter(group))
-#         attn.qkv = ColumnParallelLinear(attn.qkv, group)  # rows by kv-head; or each of q, k, v
+#         attn.qkv = ColumnParallelLinear(attn.qkv, group)  # rows by kv-head; or cut q, k, v
 #         attn.proj = RowParallelLinear(attn.proj, group)
-#         attn.heads //= t  # and kv_heads, if forward uses them; t divides both
+#         attn.heads //= t  # also attn.kv_heads, if forward reads it; t must divide both
 #         mlp.norm = nn.Sequential(mlp.norm, Enter(group))
 #         mlp.up = ColumnParallelLinear(mlp.up, group)  # a gate likewise
 #         mlp.down = RowParallelLinear(mlp.down, group)
 #     model.embed = VocabParallelEmbedding(model.embed, group)
 #     model.head = nn.Sequential(Enter(group), ColumnParallelLinear(model.head, group))
 #     model.head[1].weight = model.embed.weight  # if they were tied
-#     criterion = VocabParallelCrossEntropy(vocab, group)
+#     criterion = VocabParallelCrossEntropy(model.embed.vocab, group)
 #     optimizer = torch.optim.AdamW(model.parameters())  # only now: the parameters are new
-#     optimizer.zero_grad()  # here a step begins
+#     optimizer.zero_grad()  # each step begins
 #     for tokens, targets in microbatches:  # target_count: the valid targets of all of them
 #         criterion(model(tokens), targets, target_count).backward()
 #     check_replicas_agree(model.parameters(), group)  # in the first step
@@ -168,12 +173,78 @@ class RowParallelLinear(nn.Module):
 #
 # A faster Enter: EnterAndProject. Mistakes that nothing catches: docs/fix/not-checked.md.
 
+# --- shards: a rank's part of a parameter, and where it lies
+
+
+def span(size, index, shards):
+    """(start, length, width) of shard `index` of a dimension. width: of every shard, ceil(size /
+    shards). length: how much of it is not padding. 5 rows on 4 ranks have lengths 2, 2, 1 and 0."""
+    width = -(-size // shards)
+    start = min(index * width, size)
+    return start, min(width, size - start), width
+
+
+def shard_tensor(full, dim, index, shards):
+    """Shard `index` of a tensor along `dim`, in memory of its own, padded with zeros."""
+    start, length, width = span(full.shape[dim], index, shards)
+    part = full.new_zeros([*full.shape[:dim], width, *full.shape[dim + 1 :]])
+    part.narrow(dim, 0, length).copy_(full.narrow(dim, start, length))
+    return part
+
+
+def placement(parameter):
+    """What a parameter is a part of, with defaults where its attribute `placement` says nothing:
+
+    shape      of the whole parameter
+    cuts       {dimension: (group, start, length)}: each rank of the group has a different shard
+    partial    [group]: its gradient is a partial sum, still to be summed over the group
+    duplicate  whether an earlier rank of a `partial` group has the same shard, and counts it in
+               the norm
+    data       its own data-parallel ranks, as experts have: docs/use/two-techniques.md"""
+    default = dict(shape=tuple(parameter.shape), cuts={}, partial=[], duplicate=False, data=None)
+    return default | getattr(parameter, "placement", {})
+
+
+def split_over(parameter, group):
+    """Whether each rank of the group holds a different shard of the parameter."""
+    group = group or dist.group.WORLD
+    return any(group is other for other, _, _ in placement(parameter)["cuts"].values())
+
+
+def shard(parameter, dim, group, kv_group=None):
+    """This rank's shard, a new parameter with a `placement`. None stays None. Raises ValueError if
+    this dimension has been cut before, or if the parameter has been cut over this group.
+
+    kv_group: s neighbouring ranks that all get the same shard, one of t/s. For k and v, where ranks
+    outnumber the kv-heads: each uses it for its own q heads, so its gradient is a partial sum.
+    All-reduce it over kv_group after backward, as the demo does."""
+    if parameter is None:
+        return None
+    dim, group = dim % parameter.dim(), group or dist.group.WORLD
+    cuts = placement(parameter)["cuts"]
+    if dim in cuts or split_over(parameter, group):
+        raise ValueError("this parameter is a shard already: cut it once, and tie its shards")
+    index, shards = dist.get_rank(group), dist.get_world_size(group)
+    if kv_group is not None:
+        index //= dist.get_world_size(kv_group)
+        shards //= dist.get_world_size(kv_group)
+    full = parameter.detach()
+    part = nn.Parameter(shard_tensor(full, dim, index, shards), parameter.requires_grad)
+    part.__dict__.update(parameter.__dict__)  # such as model.py's `init`
+    start, length, _ = span(parameter.shape[dim], index, shards)
+    part.placement = placement(parameter) | {"cuts": cuts | {dim: (group, start, length)}}
+    if kv_group is not None:
+        part.placement["partial"] = [*part.placement["partial"], kv_group]
+        part.placement["duplicate"] = dist.get_rank(kv_group) > 0  # the norm counts the first one
+    return part
+
+
 # --- the vocabulary, split too: V/t rows of the embedding and V/t logits per token on each rank
 
 
 class VocabParallelEmbedding(nn.Module):
-    """tokens (B, T) -> (B, T, C). Each rank looks up the tokens whose rows it has. Other tokens'
-    vectors are zeros, until g adds up: each token's vector comes from one rank."""
+    """tokens (B, T) -> (B, T, C). Each rank looks up the tokens whose rows it has, and gives zeros for
+    all others. g adds these up: of each token's t vectors one is not zero."""
 
     def __init__(self, embedding, group):
         super().__init__()
@@ -186,7 +257,7 @@ class VocabParallelEmbedding(nn.Module):
             self.padding_row = embedding.padding_idx - self.start
 
     def forward(self, tokens):
-        # A token beyond the vocabulary would get zeros, silently. The host need not wait for this
+        # A token beyond the vocabulary would get zeros, silently. The device checks: no host waits
         valid = (tokens >= 0) & (tokens < self.vocab)
         torch._assert_async(valid.all(), f"tokens must be from 0 to {self.vocab - 1}")
         row = tokens - self.start
@@ -195,16 +266,17 @@ class VocabParallelEmbedding(nn.Module):
         return self.leave(x.masked_fill(outside.unsqueeze(-1), 0.0))
 
 
-class VocabParallelLoss(torch.autograd.Function):
-    """-log softmax(logits)[target] of n tokens, from each rank's logits (n, V / t). For
-    each token the ranks reduce three numbers: the largest logit, the sum of exponentials and the
-    target's logit. Backward, softmax - onehot, sends nothing."""
+class CrossEntropyFunction(torch.autograd.Function):
+    """-log softmax(logits)[target] of n tokens, from each rank's logits (n, V / t), whose columns
+    are `start` to `start + length` of the whole, then padding. For each token the ranks reduce
+    three numbers: the largest logit, the sum of exponentials and the target's logit. Backward,
+    softmax - onehot, sends nothing."""
 
     @staticmethod
     def forward(ctx, logits, targets, start, length, group):
         ctx.dtype = logits.dtype
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if length < logits.shape[1]:  # the columns from `length` on are padding
+        if length < logits.shape[1]:
             padding = torch.arange(logits.shape[1], device=logits.device) >= length
             logits = logits.masked_fill(padding, float("-inf"))
         largest = logits.amax(dim=1)  # (n,): so exp can't overflow. The loss does not depend on it
@@ -225,7 +297,7 @@ class VocabParallelLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         softmax, column, outside = ctx.saved_tensors
-        onehot = (~outside).to(softmax.dtype).unsqueeze(1)  # (n, 1): this rank's column, or nothing
+        onehot = (~outside).to(softmax.dtype).unsqueeze(1)  # (n, 1): 1 if the target is here
         softmax.scatter_add_(1, column, -onehot)  # in place, to save memory: backward runs once
         return softmax.mul_(grad.unsqueeze(1)).to(ctx.dtype), None, None, None, None
 
@@ -246,74 +318,10 @@ class VocabParallelCrossEntropy(nn.Module):
             why = f"a rank has {self.width} of {self.vocab} logits here, not {logits.shape[-1]}"
             raise ValueError(f"{why}: make the output projection a ColumnParallelLinear")
         logits, targets = logits.flatten(0, -2), targets.flatten()  # (n, V / t), (n,)
-        # No rank has a logit for a larger target: its loss would be wrong, silently
+        # A larger target is on no rank: its loss would be wrong, silently
         torch._assert_async((targets < self.vocab).all(), f"targets must be below {self.vocab}")
-        losses = VocabParallelLoss.apply(logits, targets, self.start, self.length, self.group)
+        losses = CrossEntropyFunction.apply(logits, targets, self.start, self.length, self.group)
         return losses.masked_fill(targets < 0, 0.0).sum() / target_count
-
-
-# --- shards: a rank's part of a parameter, and where it lies
-
-
-def span(size, index, shards):
-    """(start, length, width) of shard `index` of a dimension. Every shard is ceil(size / shards)
-    wide, and zeros follow its `length` elements: 5 rows on 4 ranks are 2, 2, 1 and 0."""
-    width = -(-size // shards)
-    start = min(index * width, size)
-    return start, min(width, size - start), width
-
-
-def shard_tensor(full, dim, index, shards):
-    """Shard `index` of a tensor along `dim`, in memory of its own, padded with zeros."""
-    start, length, width = span(full.shape[dim], index, shards)
-    part = full.new_zeros([*full.shape[:dim], width, *full.shape[dim + 1 :]])
-    part.narrow(dim, 0, length).copy_(full.narrow(dim, start, length))
-    return part
-
-
-def placement(parameter):
-    """Which shard of which whole a parameter is, with defaults for the missing entries:
-
-    shape    of the whole parameter
-    cuts     {dimension: (group, start, length)}: each rank of the group has a different shard
-
-    Other techniques add partial and data: docs/use/two-techniques.md."""
-    default = dict(shape=tuple(parameter.shape), cuts={}, partial=[], data=None)
-    return default | getattr(parameter, "placement", {})
-
-
-def split_over(parameter, group):
-    """Whether each rank of the group holds a different shard of the parameter."""
-    group = group or dist.group.WORLD
-    return any(group is other for other, _, _ in placement(parameter)["cuts"].values())
-
-
-def shard(parameter, dim, group, shared_by=None):
-    """This rank's shard, a new parameter with a `placement`. None stays None. Raises ValueError if
-    this dimension has been cut before, or if the parameter has been cut over this group.
-
-    shared_by: a group of s neighbouring ranks that all get the same shard, one of t/s. For k and v,
-    where ranks outnumber the kv-heads: each uses it for its own q heads, so its gradient is a
-    partial sum, which reduce_partial in sequence_parallel.py completes."""
-    if parameter is None:
-        return None
-    dim, group = dim % parameter.dim(), group or dist.group.WORLD
-    cuts = placement(parameter)["cuts"]
-    if dim in cuts or split_over(parameter, group):
-        raise ValueError("this parameter is a shard already: cut it once, and tie its shards")
-    index, shards = dist.get_rank(group), dist.get_world_size(group)
-    if shared_by is not None:
-        index //= dist.get_world_size(shared_by)
-        shards //= dist.get_world_size(shared_by)
-    full = parameter.detach()
-    part = nn.Parameter(shard_tensor(full, dim, index, shards), parameter.requires_grad)
-    part.__dict__.update(parameter.__dict__)  # attributes that other techniques have put there
-    start, length, _ = span(parameter.shape[dim], index, shards)
-    part.placement = placement(parameter) | {"cuts": cuts | {dim: (group, start, length)}}
-    if shared_by is not None:
-        part.placement["partial"] = [*part.placement["partial"], shared_by]
-        part.placement["duplicate"] = dist.get_rank(shared_by) > 0  # the norm counts the first one
-    return part
 
 
 # --- the gradient's norm
@@ -321,16 +329,16 @@ def shard(parameter, dim, group, shared_by=None):
 
 @torch.no_grad()
 def grad_norm(parameters):
-    """The norm of the whole model's gradient, a float64 scalar. Shards are added up over the groups
-    that cut them, whichever technique did; a whole parameter counts once. A pipeline adds up the
-    squares of its stages' norms."""
+    """The norm of the whole model's gradient, a float64 scalar. Squares of shards are added up over
+    the groups that cut them. A whole parameter's gradient is equal on all ranks, and counts once.
+    With a pipeline, add the squares of the stages' norms and take the root."""
     parameters = list(parameters)
     gradients = {}  # {the groups that cut a parameter: gradients}
     for p in parameters:
         where = placement(p)
         groups = tuple(group for group, _, _ in where["cuts"].values())
         held = gradients.setdefault(groups, [])
-        if p.grad is not None and not where.get("duplicate"):
+        if p.grad is not None and not where["duplicate"]:
             held.append(p.grad)
     total = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
     for groups, held in gradients.items():
@@ -343,23 +351,58 @@ def grad_norm(parameters):
     return total.sqrt()
 
 
-# --- faster: f's message travels while backward computes the weights' gradients. Megatron-LM has
-# it for one layer: LinearWithGradAccumulationAndAsyncCommunication. Nothing above needs it
+# --- faster: f's message travels while backward computes the weights' gradients
+#
+#     Enter              dx, dW, db, all-reduce of dx            dx: the gradient of x, and so on
+#     EnterAndProject    dx, its all-reduce starts, dW, db, wait
 
 
-class ProjectedLinear(ColumnParallelLinear):
-    """One of EnterAndProject's layers. Takes its product, or computes it after a plain f."""
+class EnterLinears(torch.autograd.Function):
+    """f, and F.linear of each layer that reads its result: one function can order all gradients."""
 
-    def weight_and_bias(self):  # SharedHeads, below, uses some of the rows only
-        return self.weight, self.bias
+    @staticmethod
+    def forward(ctx, x, group, *parameters):
+        ctx.group = group
+        ctx.saver = x.grad_fn  # SaveFirst, below, has saved x and the weights
+        return linears(x, parameters)
 
-    def forward(self, x):
-        return x[self] if isinstance(x, dict) else F.linear(x, *self.weight_and_bias())
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *dys):
+        x, *weights = ctx.saver.saved_tensors
+        dx = gradient_of_input(dys, weights)
+        message = dist.all_reduce(dx, group=ctx.group, async_op=True)
+        of_parameters = gradients_of_parameters(dys, x, ctx.needs_input_grad[2:])
+        message.wait()
+        return dx, None, *of_parameters
+
+
+def linears(x, parameters):
+    """x (B, T, C) -> (B, T, out / t) of each layer. parameters: all weights, then all biases."""
+    n = len(parameters) // 2
+    return tuple(F.linear(x, *pair) for pair in zip(parameters[:n], parameters[n:]))
+
+
+def gradient_of_input(dys, weights):
+    """dy (B, T, out / t) of each layer -> dx (B, T, C), their sum of dy W."""
+    dx = None
+    for dy, weight in zip(dys, weights):
+        rows, weight = dy.flatten(0, -2), weight.to(dy.dtype)  # F.linear's cast, under autocast
+        dx = rows @ weight if dx is None else torch.addmm(dx, rows, weight)
+    return dx.view(*dys[0].shape[:-1], -1)
+
+
+def gradients_of_parameters(dys, x, needed):
+    """dW = dy^T x of each layer, then db of each. needed: False if frozen, or without a bias."""
+    x, dys = x.flatten(0, -2), [dy.flatten(0, -2) for dy in dys]
+    of_weights = [dy.T @ x if needs else None for dy, needs in zip(dys, needed)]
+    of_biases = [dy.sum(0) if needs else None for dy, needs in zip(dys, needed[len(dys) :])]
+    return *of_weights, *of_biases
 
 
 class EnterAndProject(Enter):
-    """Takes the place of an Enter. Only `layers`, which are ProjectedLinears, read its result:
-    {layer: its product}.
+    """Takes the place of an Enter, and computes `layers`, ProjectedLinears, too. Only they read its
+    result, {layer: its product}.
 
         attn.qkv = ProjectedLinear(attn.qkv, group)
         attn.norm = nn.Sequential(attn.norm, EnterAndProject(group, [attn.qkv]))"""
@@ -369,48 +412,36 @@ class EnterAndProject(Enter):
         self.layers = list(layers)  # a list: no second name in state_dict
 
     def forward(self, x):
-        # Plain f under torch.compile, which makes one graph of a block, and in zero_bubble.py: its
-        # torch function mode replaces F.linear, and puts off the weights' gradients itself
+        # Two cases take plain f. torch.compile makes one graph of a block. zero_bubble.py's torch
+        # function mode replaces F.linear, and puts off the weights' gradients itself
         if torch.compiler.is_compiling() or has_torch_function((x,)):
             return super().forward(x)
         return self.project(x)
 
-    @torch.compiler.disable
     def project(self, x):
-        if torch.is_autocast_enabled(x.device.type):  # as in F.linear, but before x is kept or sent
+        if torch.is_autocast_enabled(x.device.type):  # F.linear's own cast comes after x is saved
             x = x.to(torch.get_autocast_dtype(x.device.type))
         weights, biases = zip(*(layer.weight_and_bias() for layer in self.layers))
-        kept = self.keep(x.detach())
-        x = SaveFirst.apply(x, kept, *weights)
-        return dict(zip(self.layers, Project.apply(x, kept, self, *weights, *biases)))
+        return dict(zip(self.layers, self.products(x, weights, biases)))
 
-    def keep(self, x):
-        """What is held of x until backward. sequence_parallel.py gathers x, here or later."""
-        return x
-
-    def start_gather(self, kept):
-        """From what is held, a function that returns the x that the layers read."""
-        return lambda: kept
-
-    def start_sum(self, dx):
-        """Sends f's message. A function that returns x's complete gradient."""
-        return after(dist.all_reduce(dx, group=self.group, async_op=True), lambda: dx)
+    def products(self, x, weights, biases):
+        x = SaveFirst.apply(x, x.detach(), *weights)
+        return EnterLinears.apply(x, self.group, *weights, *biases)
 
 
-def after(message, result):
-    """A function that waits for the message, if there is one, and returns result()."""
+class ProjectedLinear(ColumnParallelLinear):
+    """A layer whose product EnterAndProject has computed. After a plain f it computes it itself."""
 
-    def finish():
-        if message is not None:
-            message.wait()
-        return result()
+    def weight_and_bias(self):  # SharedHeads, below, uses some of the rows only
+        return self.weight, self.bias
 
-    return finish
+    def forward(self, x):
+        return x[self] if isinstance(x, dict) else F.linear(x, *self.weight_and_bias())
 
 
 class SaveFirst(torch.autograd.Function):
-    """Identity. Saves what Project needs, before Project runs. Activation checkpointing stops its
-    second forward once it has all saved tensors again: so it does not repeat the products."""
+    """Identity. Saves tensors before the products, not after, as EnterLinears would. Activation
+    checkpointing ends its second forward at the last saved tensor: no product runs again."""
 
     @staticmethod
     def forward(ctx, x, *saved):
@@ -422,38 +453,6 @@ class SaveFirst(torch.autograd.Function):
         return grad, *[None] * (len(ctx.needs_input_grad) - 1)
 
 
-class Project(torch.autograd.Function):
-    """F.linear(x, weight, bias) of each layer, here W and b. The order in backward, where dx is the
-    gradient of x, and so on:
-        plain f   dx, dW, db, all-reduce of dx
-        here      dx, its all-reduce starts, dW, db, wait"""
-
-    @staticmethod
-    def forward(ctx, x, kept, enter, *parameters):
-        ctx.enter = enter
-        ctx.saver = x.grad_fn  # SaveFirst's node, which holds kept and the weights
-        full, n = enter.start_gather(kept)(), len(enter.layers)
-        return tuple(F.linear(full, *pair) for pair in zip(parameters[:n], parameters[n:]))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *grads):
-        kept, *weights = ctx.saver.saved_tensors
-        weights = [weight.to(grads[0].dtype) for weight in weights]  # F.linear did, under autocast
-        finish_gather = ctx.enter.start_gather(kept)
-        dys = [grad.flatten(0, -2) for grad in grads]  # (B T, out / t) of each layer
-        dx = dys[0] @ weights[0]
-        for dy, weight in zip(dys[1:], weights[1:]):
-            dx = torch.addmm(dx, dy, weight)
-        finish_sum = ctx.enter.start_sum(dx.view(*grads[0].shape[:-1], -1))
-        full = finish_gather().flatten(0, -2)
-        del finish_gather, dx  # in sequence_parallel.py each holds a copy of all tokens: free it
-        needed = ctx.needs_input_grad[3:]  # False for what is frozen, and where there is no bias
-        of_weights = [dy.T @ full if needs else None for dy, needs in zip(dys, needed)]
-        of_biases = [dy.sum(0) if needs else None for dy, needs in zip(dys, needed[len(dys) :])]
-        return finish_sum(), None, None, *of_weights, *of_biases
-
-
 # --- a mistake that would be silent: refused
 
 
@@ -463,7 +462,7 @@ def check_replicas_agree(parameters, group):
     norm = grad_norm(p for p in parameters if not placement(p)["cuts"])
     norms = [torch.empty_like(norm) for _ in range(dist.get_world_size(group))]
     dist.all_gather(norms, norm, group=group)
-    if not max(norms) - min(norms) <= 5e-4 * max(norms):  # bfloat16's rounding. NaN too
+    if not max(norms) - min(norms) <= 5e-4 * max(norms):  # above bfloat16's rounding. Refuses NaN
         found = ", ".join(f"{n:.6g}" for n in norms)
         raise RuntimeError(
             f"the ranks' gradients of whole parameters differ, in norm {found}: "
@@ -472,41 +471,6 @@ def check_replicas_agree(parameters, group):
 
 
 # --- for model.py's GPT ---
-
-
-def check_heads(config, t):
-    """Raise ValueError unless each of t ranks gets whole kv-heads, or one together with others."""
-    heads, kv_heads = config.heads, config.kv_heads  # heads are a multiple of kv_heads
-    fits = []
-    for n in range(1, heads + 1):
-        if kv_heads % n == 0 or (n % kv_heads == 0 and heads % n == 0):
-            fits.append(n)
-    if t not in fits:
-        raise ValueError(
-            f"{heads} heads and {kv_heads} kv-heads do not divide over {t} tensor-parallel ranks: "
-            f"use {' or '.join(map(str, fits))}, or change the numbers of heads"
-        )
-
-
-def kv_group_of(config):
-    """The ranks that share this one's kv-head, where ranks outnumber the kv-heads. Else None."""
-    ranks = dist.get_world_size() // config.kv_heads
-    return dist.new_subgroups(ranks)[0] if ranks > 1 else None
-
-
-class SharedHeads(ProjectedLinear):
-    """qkv where ranks outnumber the kv-heads. The ranks of kv_group share a kv-head: each holds all
-    its rows, q..q k v, and uses those of k, of v and of its own q heads."""
-
-    def __init__(self, attn, group, kv_group):
-        super().__init__(attn.qkv, group, kv_group)
-        rows = attn.queries_per_kv * attn.head_dim // dist.get_world_size(kv_group)
-        self.queries = slice(dist.get_rank(kv_group) * rows, (dist.get_rank(kv_group) + 1) * rows)
-        self.kv = slice(attn.queries_per_kv * attn.head_dim, None)
-
-    def weight_and_bias(self):
-        whole = self.weight, self.bias
-        return [p if p is None else torch.cat([p[self.queries], p[self.kv]]) for p in whole]
 
 
 def parallelize_tensors(model, group, kv_group=None, whole_experts=False):
@@ -551,6 +515,44 @@ def parallelize_tensors(model, group, kv_group=None, whole_experts=False):
     return model
 
 
+# Fewer kv-heads than ranks: s = t / kv_heads neighbours share one
+
+
+def check_heads(config, t):
+    """Raise ValueError unless each of t ranks gets whole kv-heads, or shares one with others."""
+    heads, kv_heads = config.heads, config.kv_heads  # heads are a multiple of kv_heads
+    fits = []
+    for n in range(1, heads + 1):
+        if kv_heads % n == 0 or (n % kv_heads == 0 and heads % n == 0):
+            fits.append(n)
+    if t not in fits:
+        raise ValueError(
+            f"{heads} heads and {kv_heads} kv-heads do not divide over {t} tensor-parallel ranks: "
+            f"use {' or '.join(map(str, fits))}, or change the numbers of heads"
+        )
+
+
+def kv_group_of(config):
+    """The ranks that share this one's kv-head, where ranks outnumber the kv-heads. Else None."""
+    ranks = dist.get_world_size() // config.kv_heads
+    return dist.new_subgroups(ranks)[0] if ranks > 1 else None
+
+
+class SharedHeads(ProjectedLinear):
+    """qkv where the ranks of kv_group share a kv-head. Each holds all rows of that head, q..q k v,
+    but computes k, v and its own part of the q heads only."""
+
+    def __init__(self, attn, group, kv_group):
+        super().__init__(attn.qkv, group, kv_group)
+        rows = attn.queries_per_kv * attn.head_dim // dist.get_world_size(kv_group)
+        self.queries = slice(dist.get_rank(kv_group) * rows, (dist.get_rank(kv_group) + 1) * rows)
+        self.kv = slice(attn.queries_per_kv * attn.head_dim, None)
+
+    def weight_and_bias(self):
+        whole = self.weight, self.bias
+        return [p if p is None else torch.cat([p[self.queries], p[self.kv]]) for p in whole]
+
+
 # --- demo ---
 
 import harness
@@ -567,11 +569,9 @@ def main():
 
 
 def demo(run):  # a proof.Run: batches, log, and the receipt that compares with one process
-    import sequence_parallel  # which imports this file
-
     args, group = run.args, dist.group.WORLD
     kv_group = kv_group_of(run.config)
-    run.groups(tp=group, kv=kv_group)
+    run.groups(tp=group, kv=kv_group)  # counts what is sent over each
     model = run.fill(parallelize_tensors(run.meta_model(), group, kv_group))
     parameters = list(model.parameters())
     optimizer = harness.make_optimizer(parameters, args)
@@ -582,7 +582,9 @@ def demo(run):  # a proof.Run: batches, log, and the receipt that compares with 
             part = model(tokens, targets=targets, target_count=run.target_count, sample_ids=samples)
             part.backward()
             loss += part.detach()  # the same on every rank
-        sequence_parallel.reduce_partial(parameters)  # of kv-heads that ranks share
+        for p in parameters:
+            for sharing in placement(p)["partial"]:  # ranks with the same kv-head
+                dist.all_reduce(p.grad, group=sharing)
         norm = grad_norm(parameters)
         run.check(loss, norm, model.named)
         harness.clip(parameters, norm, args.grad_clip)
