@@ -40,42 +40,19 @@ from tensor_parallel import (
     Enter,
     EnterAndProject,
     Leave,
-    after,
+    SaveFirst,
+    gradient_of_input,
+    gradients_of_parameters,
+    linears,
     parallelize_tensors,
     placement,
     split_over,
 )
 
-# --- f and g, in place of tensor parallelism's. In the paper they are g and g-bar
-
-# torch 2.13 renamed these two; older versions know only the second name
-all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def gather_tokens(x, group):
-    """All ranks' tokens in order: x (B, T/t, C) -> (B, T, C)."""
-    shards = x.new_empty(dist.get_world_size(group), *x.shape)  # (t, B, T/t, C)
-    all_gather_into_tensor(shards.flatten(0, 1), x.contiguous(), group=group)  # into `shards`
-    return shards.transpose(0, 1).flatten(1, 2)
-
-
-def reduce_scatter_tokens(x, group, async_op=False):
-    """This rank's tokens of the sum of all ranks' x: (B, T, C) -> (B, T/t, C). async_op: start the
-    message, and return a function that waits for it and returns the tokens."""
-    t = dist.get_world_size(group)
-    shards = x.unflatten(1, (t, -1)).transpose(0, 1).contiguous()  # (t, B, T/t, C)
-    options = dict(group=group, async_op=async_op)
-    if dist.get_backend(group) == "gloo":  # for CPUs: its reduce-scatter sends twice the bytes
-        received = torch.empty_like(shards)
-        message = dist.all_to_all_single(received, shards, **options)
-        finish = after(message, lambda: received.sum(0))
-    else:
-        received = torch.empty_like(shards[0])
-        message = reduce_scatter_tensor(received, shards.flatten(0, 1), **options)
-        finish = after(message, lambda: received)
-    finish.sent = shards  # a reference: it must live until the wait
-    return finish if async_op else finish()
+# --- f and g, in place of tensor parallelism's. The paper calls f g, and g g-bar. Their messages:
+#
+#     gather_tokens            (B, T/t, C) -> (B, T, C)    all ranks' tokens, in order
+#     reduce_scatter_tokens    (B, T, C) -> (B, T/t, C)    this rank's tokens of the sum
 
 
 class GatherTokens(torch.autograd.Function):
@@ -94,7 +71,8 @@ class GatherTokens(torch.autograd.Function):
 
 
 class ReduceScatterTokens(torch.autograd.Function):
-    """g: this rank's tokens of the sum. Backward gives every x the whole sum's gradient."""
+    """g: the sum of all ranks' x, of which each rank keeps its tokens. Backward gathers, so that
+    each x gets the gradient of all tokens."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -109,11 +87,55 @@ class ReduceScatterTokens(torch.autograd.Function):
 
 def plain_sequence_mlp(x, norm, up, down, bias, group):
     """The picture without dropout: x (B, T/t, C) -> (B, T/t, C). up (H/t, C) and down (C, H/t) are
-    shards. norm and bias are whole, but see this rank's tokens only: all-reduce their gradients."""
+    shards. norm and bias are whole, but this rank's tokens are all that they see: their gradients
+    are partial sums (mark_partial, below)."""
     full = GatherTokens.apply(norm(x), group)  # f: (B, T, C)
     hidden = F.gelu(F.linear(full, up))  # (B, T, H/t)
     partial = F.linear(hidden, down)  # (B, T, C)
     return x + ReduceScatterTokens.apply(partial, group) + bias  # g: (B, T/t, C)
+
+
+# --- the two messages. async_op: start, and return a function that waits for the tokens
+
+# torch 2.13 renamed these two; older versions know only the second name
+all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def gather_tokens(x, group, async_op=False):
+    """All ranks' tokens in order: x (B, T/t, C) -> (B, T, C)."""
+    x = x.contiguous()
+    shards = x.new_empty(dist.get_world_size(group), *x.shape)  # (t, B, T/t, C)
+    # flatten(0, 1) is a view: this fills `shards`
+    work = all_gather_into_tensor(shards.flatten(0, 1), x, group=group, async_op=True)
+
+    def finish(sent=x):  # which must live until the wait
+        work.wait()
+        return shards.transpose(0, 1).flatten(1, 2)
+
+    return finish if async_op else finish()
+
+
+def reduce_scatter_tokens(x, group, async_op=False):
+    """This rank's tokens of the sum of all ranks' x: (B, T, C) -> (B, T/t, C)."""
+    shards = x.unflatten(1, (dist.get_world_size(group), -1))
+    shards = shards.transpose(0, 1).contiguous()  # (t, B, T/t, C)
+    options = dict(group=group, async_op=True)
+    if dist.get_backend(group) == "gloo":  # for CPUs: its reduce-scatter sends twice the bytes
+        received = torch.empty_like(shards)
+        work = dist.all_to_all_single(received, shards, **options)
+    else:
+        received = torch.empty_like(shards[:1])
+        work = reduce_scatter_tensor(received[0], shards.flatten(0, 1), **options)
+
+    def finish(sent=shards):  # which must live until the wait
+        work.wait()
+        return received[0] if len(received) == 1 else received.sum(0)
+
+    return finish if async_op else finish()
+
+
+# --- f and g as modules, and the positions of a rank's tokens
 
 
 class SequenceEnter(Enter):
@@ -169,86 +191,98 @@ def mark_partial(parameters, group):
 
 def reduce_partial(parameters):
     """Complete the gradients that are partial sums, in one all-reduce per group. Call it once a
-    step, after the last backward pass; all ranks give the same parameters."""
+    step, after the last backward pass; all ranks give the same parameters. A rank without a
+    gradient adds zeros and gets the sum: if an optimizer skipped a parameter on one rank only, its
+    replicas would drift apart."""
     partial = {}  # {group: parameters}
     for p in dict.fromkeys(parameters):  # each once
-        if p.requires_grad:
+        if p.requires_grad and placement(p)["partial"]:
+            refuse_summed(p)
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
             for group in placement(p)["partial"]:
                 partial.setdefault(group, []).append(p)
     for group, members in partial.items():
-        all_reduce_gradients(members, group)
+        flat = torch.cat([p.grad.flatten() for p in members])
+        dist.all_reduce(flat, group=group)
+        for p, total in zip(members, flat.split([p.numel() for p in members])):
+            p.grad.copy_(total.view_as(p))
+    for members in partial.values():
+        note_sum(members)
 
 
-def all_reduce_gradients(parameters, group):
-    """Sum gradients over the group, in one message. A rank without one adds zeros and gets the sum:
-    if an optimizer skipped a parameter on one rank only, its replicas would drift apart."""
-    for p in parameters:
-        refuse_summed(p, group)
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-    flat = torch.cat([p.grad.flatten() for p in parameters])
-    dist.all_reduce(flat, group=group)
-    for p, total in zip(parameters, flat.split([p.numel() for p in parameters])):
-        # By .data, which leaves _version as it is: refuse_summed, below, compares it
-        p.grad.data.copy_(total.view_as(p))
-        note_sum(p, group)
-
-
-# --- faster: backward sends while it computes, as in tensor parallelism
+# --- faster: backward sends while it computes
+#
+#     keep_gathered    dx, its reduce-scatter starts, dW, db, wait
+#     else             all-gather of x starts, then the same; dW waits for x
 
 
 class SequenceEnterAndProject(EnterAndProject):
-    """Takes the place of a SequenceEnter. Holds all tokens until backward."""
+    """Takes the place of a SequenceEnter. keep_gathered: hold all tokens until backward. Else hold
+    this rank's: backward gathers all again while it computes their gradients."""
 
     function = GatherTokens  # where forward takes plain f
 
-    def keep(self, x):
-        return gather_tokens(x, self.group)
+    def __init__(self, group, layers, keep_gathered=True):
+        super().__init__(group, layers)
+        self.keep_gathered = keep_gathered
 
-    def start_sum(self, dx):
-        return reduce_scatter_tokens(dx, self.group, async_op=True)
+    def forward(self, x):  # under torch.compile too: plain f would hold all tokens
+        return super().forward(x) if self.keep_gathered else self.project(x)
+
+    def products(self, x, weights, biases):
+        kept = gather_tokens(x.detach(), self.group) if self.keep_gathered else x.detach()
+        x = SaveFirst.apply(x, kept, *weights)
+        return GatherLinears.apply(x, kept, self.group, self.keep_gathered, *weights, *biases)
 
 
-class GatherAgain(SequenceEnterAndProject):
-    """Holds this rank's tokens until backward, which gathers all tokens again while it computes
-    their gradients."""
+class GatherLinears(torch.autograd.Function):
+    """f, then F.linear with each layer's weight and bias. kept: all tokens, or this rank's."""
 
-    def forward(self, x):  # always, because plain f would hold all tokens
-        return self.project(x)
+    @staticmethod
+    def forward(ctx, x, kept, group, keep_gathered, *parameters):
+        ctx.group, ctx.keep_gathered = group, keep_gathered
+        ctx.saver = x.grad_fn  # SaveFirst's node, which holds kept and the weights
+        return linears(kept if keep_gathered else gather_tokens(kept, group), parameters)
 
-    def keep(self, x):
-        return x
-
-    def start_gather(self, kept):  # as gather_tokens, which waits
-        shards = kept.new_empty(dist.get_world_size(self.group), *kept.shape)
-        options = dict(group=self.group, async_op=True)
-        message = all_gather_into_tensor(shards.flatten(0, 1), kept.contiguous(), **options)
-        return after(message, lambda: shards.transpose(0, 1).flatten(1, 2))
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *dys):
+        x, *weights = ctx.saver.saved_tensors
+        if not ctx.keep_gathered:
+            finish_gather = gather_tokens(x, ctx.group, async_op=True)
+        dx = gradient_of_input(dys, weights)
+        finish_sum = reduce_scatter_tokens(dx, ctx.group, async_op=True)
+        del dx  # of all tokens; its copy is on its way
+        if not ctx.keep_gathered:
+            x = finish_gather()
+            del finish_gather  # it holds a copy of all tokens
+        of_parameters = gradients_of_parameters(dys, x, ctx.needs_input_grad[4:])
+        return finish_sum(), None, None, None, *of_parameters
 
 
 # --- a mistake that would be silent: refused
 
 
-def refuse_summed(parameter, group=None):
-    """Refuse a gradient that was summed over the group (None: over any group) and has not changed
-    since. torch counts a tensor's changes in its _version."""
-    summed_at = getattr(parameter.grad, "summed_at", {})  # {group's name: _version at its sum}
-    versions = summed_at.values() if group is None else [summed_at.get(group.group_name)]
-    if parameter.grad is not None and parameter.grad._version in versions:
+def refuse_summed(parameter):
+    """Refuse a gradient that reduce_partial has completed and nothing has changed since: torch
+    counts a tensor's changes in its _version, and zero_grad() makes one."""
+    grad = parameter.grad
+    if grad is not None and getattr(grad, "completed_at", None) == grad._version:
         raise RuntimeError(
             "this gradient is summed over the ranks already: sum once a step, after the last "
             "backward pass, and call zero_grad() before the next one"
         )
 
 
-def note_sum(parameter, group):
-    """Remember that the gradient is summed: now another sum over this group is refused, and another
-    backward pass, which would add an unsummed gradient to the sum."""
-    grad = parameter.grad
-    grad.summed_at = getattr(grad, "summed_at", {}) | {group.group_name: grad._version}
-    if not hasattr(parameter, "watched"):  # the hook runs before backward adds to the gradient
-        parameter.register_hook(lambda _: refuse_summed(parameter))
-        parameter.watched = True
+def note_sum(parameters):
+    """From now on refuse another sum, and another backward pass, which would add an unsummed
+    gradient to the sum."""
+    for p in parameters:
+        p.grad.completed_at = p.grad._version
+        if not hasattr(p, "watched_for_partial"):
+            p.register_hook(lambda _, p=p: refuse_summed(p))  # before backward adds to p.grad
+            p.watched_for_partial = True
 
 
 # --- for model.py's GPT ---
@@ -280,7 +314,7 @@ def parallelize_sequence(model, group, keep_gathered=True, kv_group=None, whole_
     whole_experts: leave the experts as they are. Each rank sends its own tokens to them, so
     expert_parallel.py must deal them out over all tensor-parallel ranks, before or after."""
     parallelize_tensors(model, group, kv_group, whole_experts)
-    enter_and_project = SequenceEnterAndProject if keep_gathered else GatherAgain
+    enter_and_project = functools.partial(SequenceEnterAndProject, keep_gathered=keep_gathered)
     if model.embed is not None:
         model.embed.token.leave = SequenceLeave(group)
     for block in model.blocks.values():
@@ -347,7 +381,7 @@ def demo(run):
             part.backward()
             loss += part.detach()  # the same on every rank
         reduce_partial(parameters)
-        norm = harness.grad_norm(parameters)
+        norm = tensor_parallel.grad_norm(parameters)
         run.check(loss, norm, model.named)
         harness.clip(parameters, norm, args.grad_clip)
         optimizer.step()

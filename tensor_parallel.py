@@ -72,8 +72,8 @@ class ReduceFromGroup(torch.autograd.Function):
 
 
 def plain_mlp(x, up, down, group):
-    """The picture in three lines: x (B, T, C) -> (B, T, C). torch's weights are (out, in), so rank r
-    of t cuts its shards out of the whole up (H, C) and down (C, H) by
+    """The picture in three lines: x (B, T, C) -> (B, T, C). torch's weights are (out, in). So rank
+    r of t cuts its shards out of the whole up (H, C) and down (C, H) by
 
         up = up.chunk(t, dim=0)[r]        # (H/t, C)
         down = down.chunk(t, dim=1)[r]    # (C, H/t)"""
@@ -94,8 +94,8 @@ class GroupFunction(nn.Module):
 
 
 class Enter(GroupFunction):
-    """f. Put one right before the split layers that share an input: one for q, k and v together. Not
-    before an unsplit layer: its gradient is complete on each rank, and f would add it t times."""
+    """f. Put one right before the split layers that share an input: one for q, k and v together.
+    Not before an unsplit layer: its gradient is complete on each rank, f would add it t times."""
 
     function = CopyToGroup  # sequence_parallel.py has another f and g
 
@@ -110,14 +110,14 @@ class Leave(GroupFunction):
 
 
 class ColumnParallelLinear(nn.Module):
-    """Splits the outputs: x (..., in) -> this rank's (..., out / t). Put f before it. Column and Row
-    are the paper's names: it writes Y = X A. torch stores A transposed, as (out, in), so a column
-    of A is a row of `weight`.
+    """Splits the outputs: x (..., in) -> this rank's (..., out / t). Put f before it. Column and
+    Row are the paper's names: it writes Y = X A. torch stores A transposed, as (out, in), so a
+    column of A is a row of `weight`.
 
     Attention: a shard must be whole heads. The usual fused qkv (all q, all k, all v) would be cut
     wrong, silently: order its rows by kv-head (its q heads, its k, its v), or keep three layers.
     Where t does not divide `out`, zeros fill the last shards. The activation must then map 0 to 0,
-    or the padding gets gradients. kv_group: only for k and v on more ranks than kv-heads: `shard`."""
+    or the padding gets gradients. kv_group: for more ranks than kv-heads, as in `shard`."""
 
     def __init__(self, linear, group, kv_group=None):
         super().__init__()
@@ -129,8 +129,8 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """Splits the inputs: x (..., in / t) -> the complete (..., out), by g. A row of A is a column of
-    `weight`."""
+    """Splits the inputs: x (..., in / t) -> the complete (..., out), by g. A row of A is a column
+    of `weight`."""
 
     def __init__(self, linear, group):
         super().__init__()
@@ -243,8 +243,8 @@ def shard(parameter, dim, group, kv_group=None):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """tokens (B, T) -> (B, T, C). Each rank looks up the tokens whose rows it has, and gives zeros for
-    all others. g adds these up: of each token's t vectors one is not zero."""
+    """tokens (B, T) -> (B, T, C). Each rank looks up the tokens whose rows it has, and gives zeros
+    for all others. g adds these up: of each token's t vectors one is not zero."""
 
     def __init__(self, embedding, group):
         super().__init__()

@@ -74,7 +74,7 @@ twice(lambda x: VocabParallelCrossEntropy(7, world)(x @ torch.ones(3, 4), torch.
 """,
     "tensor_parallel sequence_parallel": """
 twice(lambda x: {SequenceEnter | SequenceLeave}(world)(x) ** 3, 2, 4, WIDTH)  # once_differentiable
-twice(lambda x: {SequenceEnterAndProject | GatherAgain}(world, [linear])(x)[linear] ** 3,
+twice(lambda x: SequenceEnterAndProject(world, [linear], {True | False})(x)[linear] ** 3,
     2, 4, WIDTH)  # once_differentiable
 """,
     "context_parallel": """

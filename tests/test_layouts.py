@@ -376,11 +376,11 @@ gradients of keys never come home: context_parallel:DirectBuffer.receive
 bias on every rank: tensor_parallel:RowParallelLinear.forward
     self.weight)) -> self.weight, self.bias))\n    return y
     sgd --tp 2 -> step 2, forward: the output of blocks.0 on all ->
-x's gradient before its sum is there: tensor_parallel:EnterAndProject.start_sum
+x's gradient before its sum is there: tensor_parallel:EnterLinears.backward
     all_reduce(dx, -> all_reduce(dx.clone(),
     sgd --tp 2 -> step 1, backward -> add up to the right one: never summed over tp
-a weight's gradient of tokens that are not there yet: tensor_parallel:Project.backward
-    finish_gather().flatten -> torch.zeros_like(finish_gather()).flatten
+a weight's gradient of tokens that are not there yet: sequence_parallel:GatherLinears.backward
+    x = finish_gather() -> x = torch.zeros_like(finish_gather())
     sgd --tp 2 --sp --gather-again -> step 1, backward -> it is zero: it was never computed
 recomputed without the collectives: tensor_parallel:ReduceFromGroup.forward
     dist.all_reduce(x -> torch._C._current_graph_task_id() < 0 and dist.all_reduce(x

@@ -176,7 +176,7 @@ class Layout(OneProcess):
             if not isinstance(block.mlp, Mixture):  # each tp rank has the mixture, whole
                 cut(block.mlp, "up", "down")
                 if self.again:
-                    block.mlp.norm[1] = sp.GatherAgain(self.tp, [block.mlp.up])
+                    block.mlp.norm[1] = project(self.tp, [block.mlp.up], keep_gathered=False)
         if self.tensor == "stream":
             self.criterion = mean_loss
         else:
@@ -452,7 +452,7 @@ def plainly(ep, over, rows, weights, chosen, experts, meanwhile):
 
 def split_llama(tp, llama, over):
     """Hugging Face's. On 4 ranks two share each of its 2 kv-heads."""
-    shared_by, _ = dist.new_subgroups(2) if dist.get_world_size(over) == 4 else (None, None)
+    kv_group, _ = dist.new_subgroups(2) if dist.get_world_size(over) == 4 else (None, None)
     kinds = {"embed_tokens": tp.VocabParallelEmbedding}
     kinds |= dict.fromkeys(("o_proj", "down_proj"), tp.RowParallelLinear)
     for parent in list(llama.modules()):
@@ -460,11 +460,11 @@ def split_llama(tp, llama, over):
             if name.endswith("norm"):
                 setattr(parent, name, nn.Sequential(child, tp.Enter(over)))
             elif name in kinds or isinstance(child, nn.Linear):
-                options = {"shared_by": shared_by} if name in ("k_proj", "v_proj") else {}
+                options = {"kv_group": kv_group} if name in ("k_proj", "v_proj") else {}
                 kind = kinds.get(name, tp.ColumnParallelLinear)
                 setattr(parent, name, kind(child, over, **options))
         if hasattr(parent, "num_key_value_groups"):
-            parent.num_key_value_groups = 1 if shared_by else 2
+            parent.num_key_value_groups = 1 if kv_group else 2
 
 
 # --- ZeRO's units behind checkpoints, and passes that are no part of a step
