@@ -1,7 +1,7 @@
-"""Context parallelism: each rank holds a part of every sequence, for the whole model.
+"""Context parallelism: each rank holds some tokens of every sequence, through the whole model.
 
-Every rank has all weights, and only attention looks at other ranks' tokens. In a ring of N
-ranks queries stay, and keys and values travel. kv2 are those of rank 2:
+Every rank has all weights. Only attention needs other ranks' tokens: the queries stay, and keys and
+values go around a ring of N ranks. kv2 are the keys and values of rank 2:
 
     step       0     1     2     3
     rank 0    kv0   kv3   kv2   kv1
@@ -9,323 +9,137 @@ ranks queries stay, and keys and values travel. kv2 are those of rank 2:
     rank 2    kv2   kv1   kv0   kv3
     rank 3    kv3   kv2   kv1   kv0
 
-In each step a rank computes one tile of attention: its queries with one rank's keys. Meanwhile the
-next keys travel. Rescaled, the tiles add up to exact attention. Queries see no later keys: with
-consecutive tokens the last rank has the most work. So each has an early and a late chunk, a zigzag:
+In each step a rank computes one tile of attention, its queries with one rank's keys, while the next
+keys travel. The tiles add up to exact attention: each counts by its part of the denominator.
 
-    chunk   0 1 2 3 4 5 6 7
-    rank    0 1 2 3 3 2 1 0
+Split     A late token sees more keys than an early one. So each rank has an early and a late chunk:
+              chunk   0 1 2 3 4 5 6 7
+              rank    0 1 2 3 3 2 1 0        (a zigzag)
+Sent      Per rank and block: K and V make N - 1 hops in forward, and again in backward. dK and dV,
+          float32 at least, make N hops. (4 r e + 2 a) B T C_kv bytes for B sequences of T tokens:
+          r = (N-1)/N, C_kv is the width of K, e bytes per element, a = max(e, 4).
+Backward  Forward keeps lse, the logarithm of a query's softmax denominator over all keys. Then
+          e^(score - lse) is the final probability, and a tile's gradients need no other tile.
+Kinds     ring. gather: all K and V at once. ulysses: tokens traded for heads. ring-ulysses: both.
+Use       Where one sequence's activations don't fit (docs/learn/long-sequences.md has the bound).
 
-Sent per block: K and V make N - 1 hops in forward and again in backward. There dK and dV, float32
-at least, make N hops, back to their owner; dQ stays on its rank. In all (4 r e + 2 a) B T C_kv
-bytes: r = (N-1)/N, B sequences of T tokens, K's width C_kv, e bytes per element, a = max(e, 4).
-Backward: lse, the logarithm of a query's full softmax denominator, is kept. So e^(score - lse) are
-any tile's final probabilities. Weights' gradients are summed: a rank's loss is of its own tokens.
-Not for short sequences, where messages take longer than tiles (docs/learn/long-sequences.md).
-
-    torchrun --nproc_per_node=4 context_parallel.py
-    python context_parallel.py --kind ulysses --family llama
+    torchrun --nproc_per_node=4 context_parallel.py        python context_parallel.py --kind ulysses
 
 Liu et al. 2023, Ring attention, arXiv:2310.01889; Jacobs et al. 2023, Ulysses, arXiv:2309.14509.
 """
 
-import bisect
-import functools
-import itertools
 import math
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.autograd.function import once_differentiable  # refuses a gradient of a gradient
+from torch.autograd.function import once_differentiable  # a second derivative is an error
 
-# --- the ring in its plainest form: consecutive tokens, no overlap, forward only
+# torch 2.13 renamed it; older versions know only the second name
+all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-
-@torch.no_grad()
-def plain_ring_attention(q, k, v, group):
-    """Causal attention of this rank's queries to all keys. q, k and v (B, H, T', D) are of T'
-    consecutive tokens, rank 0's first. Sums are in q's dtype: give it float32."""
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    out, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -math.inf)
-    kv = torch.stack((k, v))
-    for step in range(n):
-        if step:  # now this rank has the keys and values of rank - step
-            received = torch.empty_like(kv)
-            for message in pass_on(kv, received, group):
-                message.wait()
-            kv = received
-        if step > rank:
-            continue  # the keys are of later tokens
-        scores = q @ kv[0].transpose(-1, -2) / math.sqrt(q.shape[-1])  # (B, H, T', T')
-        if step == 0:  # the same tokens: a query must not see later keys
-            scores += torch.full_like(scores[0, 0], -math.inf).triu(1)
-        # The denominators e^lse of the softmax add up. What was added before shrinks accordingly
-        total = torch.logaddexp(lse, scores.logsumexp(-1))  # (B, H, T')
-        out = out * (lse - total).exp().unsqueeze(-1)
-        out += (scores - total.unsqueeze(-1)).exp() @ kv[1]
-        lse = total
-    return out
+# --- the ring in its plainest form: consecutive tokens, and nothing overlaps
 
 
-def pass_on(sent, received, group, hops=1):
-    """Start to send a tensor to the rank `hops` after this one, and to receive what the rank `hops`
-    before sends. Returns the messages to wait for: none to itself, none that are empty."""
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    send = dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + hops) % n)
-    receive = dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - hops) % n)
-    messages = [message for message in (send, receive) if message.tensor.numel() and hops % n]
-    return dist.batch_isend_irecv(messages) if messages else []
+class PlainRingAttention(torch.autograd.Function):
+    """Causal attention of this rank's queries to all keys. q, k, v (B, H, T', D): T' consecutive
+    tokens, rank 0's are the first of the sequence. Sums are in q's dtype: give it float32.
 
-
-# --- a tile: some of a rank's queries with some of a rank's keys
-
-
-class Tile(NamedTuple):
-    """Which queries meet which keys, in which rows of the batch. causal: both are the same tokens,
-    and each query sees the keys up to its own."""
-
-    queries: slice
-    keys: slice
-    causal: bool
-    rows: slice = slice(None)
-
-
-def tile_attention(q, kv, tile):
-    """Attention of the tile's queries to its keys: the result (B, H, Tq, D), and for each query the
-    logarithm of its softmax's denominator, lse (B, H, Tq).
-
-    q (B, H, T', D), kv (2, B, H_kv, T', D): H / H_kv query heads share a kv-head."""
-    q = q[tile.rows, :, tile.queries]
-    k, v = kv[:, tile.rows, :, tile.keys]
-    if fused_kernel(q):
-        return fused_attention(q, k, v, tile.causal)
-    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-    scores = masked_scores(q, k, tile.causal)
-    return scores.softmax(-1) @ v.to(scores.dtype), scores.logsumexp(-1)
-
-
-def masked_scores(q, k, causal):
-    """q k^T / sqrt(D), (B, H, Tq, Tk); -inf where a key is later than the query. Float32 at least:
-    an error of lse would scale the whole tile."""
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    scores = q.to(dtype) @ k.to(dtype).transpose(-1, -2) / math.sqrt(q.shape[-1])
-    if not causal:
-        return scores
-    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-    return scores.masked_fill(later, -math.inf)
-
-
-class OnlineSoftmax:
-    """Attention to all keys, added up from tiles that each know some of them.
-
-    The denominators e^lse1 and e^lse2 of two tiles add up to e^lse. Then the results combine to
-    out = e^(lse1 - lse) out1 + e^(lse2 - lse) out2. Sums are float32 at least."""
-
-    def __init__(self, q):
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        self.out = torch.zeros_like(q, dtype=dtype)  # (B, H, T', D)
-        self.lse = torch.full(q.shape[:3], -math.inf, dtype=dtype, device=q.device)  # (B, H, T')
-
-    def add(self, out, lse, tile):
-        """Add a tile. Each query must see a key: else its lse is -inf, and -inf - -inf is NaN."""
-        where = tile.rows, slice(None), tile.queries
-        lse_so_far, lse = self.lse[where], lse.to(self.lse.dtype)
-        total = torch.logaddexp(lse_so_far, lse)
-        sum_so_far = self.out[where]  # a view: what follows changes self.out
-        sum_so_far.mul_((lse_so_far - total).exp_().unsqueeze(-1))
-        sum_so_far.add_(out * (lse - total).exp_().unsqueeze(-1))
-        self.lse[where] = total
-
-
-# --- the ring: keys and values travel
-
-
-class DoubleBuffer:
-    """A tensor that goes around the ring: send() passes it to the next rank, and receive() puts in
-    its place what the rank before has sent. Between the two it can still be read."""
-
-    def __init__(self, tensor, group):
-        self.tensor, self.incoming, self.group = tensor, torch.empty_like(tensor), group
-
-    def send(self):
-        self.messages = pass_on(self.tensor, self.incoming, self.group)
-
-    def receive(self):
-        for message in self.messages:
-            message.wait()
-        if self.messages:  # in a ring of one there are none
-            self.tensor, self.incoming = self.incoming, self.tensor
-
-
-def around_the_ring(buffer):
-    """Yield (rank, its keys and values) for all ranks, beginning with this one. The next keys and
-    values travel while the caller computes. This overlap hides the messages."""
-    rank, n = dist.get_rank(buffer.group), dist.get_world_size(buffer.group)
-    for step in range(n - 1):
-        buffer.send()
-        yield (rank - step) % n, buffer.tensor
-        buffer.receive()
-    yield (rank - (n - 1)) % n, buffer.tensor
-
-
-def attend_to_all(q, kv_by_rank, tiles):
-    """Attention of this rank's queries to all keys: the result and its lse. kv_by_rank: pairs
-    (rank, its keys and values). tiles: of this rank's queries with each rank's keys."""
-    result = OnlineSoftmax(q)
-    for source, kv in kv_by_rank:
-        for tile in tiles[source]:
-            result.add(*tile_attention(q, kv, tile), tile)
-    return result.out.to(q.dtype), result.lse
-
-
-def tile_gradients(grad, q, kv, out, lse, tile):
-    """dq of the tile's queries, dk and dv of its keys (Dao et al. 2022, FlashAttention,
-    arXiv:2205.14135, appendix B).
-
-    grad, out and lse are of the final result, over all keys. So e^(score - lse) are the final
-    probabilities, and the other tiles are not needed."""
-    grad, q, out, lse = (t[tile.rows, :, tile.queries] for t in (grad, q, out, lse))
-    k, v = kv[:, tile.rows, :, tile.keys]
-    if fused_kernel(q):
-        return fused_gradients(grad, q, k, v, out, lse, tile.causal)
-    kv_heads, copies = k.shape[1], q.shape[1] // k.shape[1]
-    k, v = (t.repeat_interleave(copies, dim=1) for t in (k, v))
-    grad, q, k, v, out = (t.to(lse.dtype) for t in (grad, q, k, v, out))
-    p = (masked_scores(q, k, tile.causal) - lse.unsqueeze(-1)).exp()  # (B, H, Tq, Tk)
-    dv = p.transpose(-1, -2) @ grad
-    dp = grad @ v.transpose(-1, -2)
-    # Softmax's backward subtracts the sum of p dp over all keys: grad . out, since out = sum p v
-    ds = p * (dp - (grad * out).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
-    dq, dk = ds @ k, ds.transpose(-1, -2) @ q
-    # The gradient of a kv-head is the sum over its copies
-    dk, dv = (t.unflatten(1, (kv_heads, copies)).sum(2) for t in (dk, dv))
-    return dq, dk, dv
-
-
-class RingAttention(torch.autograd.Function):
-    """q (B, H, T', D), k and v (B, H_kv, T', D) of this rank's T' tokens -> attention to all ranks'
-    keys (B, H, T', D). In backward keys and values travel again, and with them the sums of their
-    gradients. buffers: the classes that pass on kv and dkv, with documents two DirectBuffers."""
+        y = PlainRingAttention.apply(q, k, v, group)"""
 
     @staticmethod
-    def forward(ctx, q, k, v, group, tiles, buffers=(DoubleBuffer, DoubleBuffer)):
-        kv_buffer = buffers[0](torch.stack((k, v)), group)
-        out, lse = attend_to_all(q, around_the_ring(kv_buffer), tiles)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.group, ctx.tiles, ctx.buffers = group, tiles, buffers
+    def forward(ctx, q, k, v, group):
+        rank, n = dist.get_rank(group), dist.get_world_size(group)
+        kv = torch.stack((k, v))
+        out, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -math.inf)
+        for step in range(n):  # kv is that of rank - step. Higher ranks have later keys
+            if step <= rank:
+                add_tile(out, lse, *attention(q, *kv, causal=step == 0))
+            kv = pass_on(kv, group)()  # () waits
+        ctx.save_for_backward(q, kv, out, lse)  # after n hops kv is this rank's own again
+        ctx.group = group
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        q, k, v, out, lse = ctx.saved_tensors
-        rank, kv = dist.get_rank(ctx.group), torch.stack((k, v))
-        dq, dkv = (torch.zeros_like(t, dtype=lse.dtype) for t in (q, kv))
-        kv_buffer, dkv_buffer = (make(t, ctx.group) for make, t in zip(ctx.buffers, (kv, dkv)))
-        for source, kv_source in around_the_ring(kv_buffer):
-            dkv_tiles = []
-            for tile in ctx.tiles[source]:
-                dq_tile, *dkv_tile = tile_gradients(grad, q, kv_source, out, lse, tile)
-                dq[tile.rows, :, tile.queries] += dq_tile
-                dkv_tiles.append(torch.stack(dkv_tile))
-            # dkv travels one step behind kv: a rank adds its tiles before it sends dkv on. What is
-            # received here has travelled while these tiles were computed
-            if source != rank:  # in the first step dkv is this rank's own, zeros
-                dkv_buffer.receive()
-            for tile, dkv_tile in zip(ctx.tiles[source], dkv_tiles):
-                dkv_buffer.tensor[:, tile.rows, :, tile.keys] += dkv_tile
-            dkv_buffer.send()
-        dkv_buffer.receive()  # after n hops a rank has the sums for its own keys
-        return dq.to(q.dtype), *dkv_buffer.tensor.to(k.dtype), None, None, None
+        q, kv, out, lse = ctx.saved_tensors
+        rank, n = dist.get_rank(ctx.group), dist.get_world_size(ctx.group)
+        dq, dkv = torch.zeros_like(q), torch.zeros_like(kv)
+        for step in range(n):
+            if step <= rank:
+                dq_tile, dk, dv = attention_gradients(grad, q, *kv, out, lse, causal=step == 0)
+                dq += dq_tile
+                dkv += torch.stack((dk, dv))
+            kv = pass_on(kv, ctx.group)()
+            dkv = pass_on(dkv, ctx.group)()  # gradients travel with their keys
+        return dq, *dkv, None  # after n hops they are at home
 
 
-# --- chunks: who holds which tokens, and so which tiles there are
+def attention(q, k, v, causal):
+    """Attention to some of the keys: the result (B, H, Tq, D), and for each query the logarithm of
+    its softmax's denominator, lse (B, H, Tq)."""
+    scores = masked_scores(q, k, causal)
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
 
 
-def deal_chunks(length, n, zigzag=True, multiple=1, starts=None):
-    """(tokens per chunk, for each rank the list of its chunks' numbers) in a ring of n ranks: two
-    chunks per rank in a zigzag, else one. multiple: pad chunks to a multiple of it, for ranks that
-    share a ring's tokens (Ulysses, below). starts (B, T): where each token's document starts."""
-    per_rank = chunks_of_rank(zigzag, starts)
-    size = math.ceil(length / (n * per_rank * multiple)) * multiple
-    if starts is None or not zigzag:
-        return size, [[rank, 2 * n - 1 - rank][:per_rank] for rank in range(n)]
-    return size, deal_by_work(n, per_rank, size, starts)
+def add_tile(out, lse, tile_out, tile_lse):
+    """Add attention to other keys, in place. The denominators e^lse and e^tile_lse add up to
+    e^total. Each query must see a key: else its lse is -inf, and -inf - -inf is NaN."""
+    total = torch.logaddexp(lse, tile_lse)
+    out.mul_((lse - total).exp_().unsqueeze(-1))
+    out.add_(tile_out * (tile_lse - total).exp_().unsqueeze(-1))
+    lse.copy_(total)
 
 
-def chunks_of_rank(zigzag, starts=None):
-    if not zigzag:
-        return 1
-    return 2 if starts is None else 8  # with documents: see deal_by_work
+def attention_gradients(grad, q, k, v, out, lse, causal):
+    """dq, dk and dv of some of the keys (Dao et al. 2022, FlashAttention, arXiv:2205.14135,
+    appendix B). grad, out and lse belong to the result over all keys."""
+    p = (masked_scores(q, k, causal) - lse.unsqueeze(-1)).exp()  # (B, H, Tq, Tk), final
+    dp = grad @ v.mT
+    # Softmax's backward subtracts the sum of p dp over all keys: grad . out, since out = sum p v
+    ds = p * (dp - (grad * out).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
+    return ds @ k, ds.mT @ q, p.mT @ grad
 
 
-def held_positions(length, rank, n, zigzag=True, multiple=1, starts=None):
-    """The positions in a sequence of the tokens that a rank of a ring of n holds, (T',) int64.
-    Those from `length` on are padding. The other arguments are those of deal_chunks."""
-    size, chunks = deal_chunks(length, n, zigzag, multiple, starts)
-    return (torch.tensor(chunks[rank]).unsqueeze(1) * size + torch.arange(size)).flatten()
+def masked_scores(q, k, causal):
+    """q k^T / sqrt(D), (B, H, Tq, Tk). causal: the same tokens, -inf where the key is later."""
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    if causal:
+        scores += torch.full_like(scores[0, 0], -math.inf).triu(1)
+    return scores
 
 
-@functools.lru_cache(maxsize=32)  # for all layers. starts is hashed by identity: never change it
-def ring_tiles(rank, n, length, zigzag=True, starts=None):
-    """For each rank of the ring, the tiles of this rank's queries with its keys."""
-    size, chunks = deal_chunks(length, n, zigzag, starts=starts)
-    borders = [[0, length]]  # of documents, in each row
-    if starts is not None:
-        borders = [[*row.unique().tolist(), starts.shape[1]] for row in starts]
-    return [find_tiles(chunks[rank], others, size, borders) for others in chunks]
+def pass_on(tensor, group, received=None):
+    """Start to send a tensor to the next rank. Returns a function that waits, and returns what the
+    rank before sends: in `received`, or a new tensor."""
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    if n == 1:
+        return lambda: tensor
+    received = torch.empty_like(tensor) if received is None else received
+    return start_messages(tensor, (rank + 1) % n, received, (rank - 1) % n, group)
 
 
-def find_tiles(own, others, size, borders):
-    """The tiles of the queries in the chunks `own` with the keys in the chunks `others`. A query
-    sees its document's keys up to its own. With one document a zigzag has one tile per rank:
+def start_messages(sent, target, received, source, group):  # empty ones are left out
+    send = dist.P2POp(dist.isend, sent, group=group, group_peer=target)
+    receive = dist.P2POp(dist.irecv, received, group=group, group_peer=source)
+    not_empty = [message for message in (send, receive) if message.tensor.numel()]
+    messages = dist.batch_isend_irecv(not_empty) if not_empty else []
 
-    own keys           causal
-    an earlier rank's  all queries with its first chunk: its second is later than all of them
-    a later rank's     the second chunk's queries with all keys: the first is too early for them"""
+    def wait():
+        while messages:  # a message that is forgotten no longer holds what it sent
+            messages.pop().wait()
+        return received
 
-    def before(chunks, position):
-        """How many tokens of these chunks come before a position."""
-        chunk, rest = divmod(position, size)
-        return bisect.bisect_left(chunks, chunk) * size + (rest if chunk in chunks else 0)
-
-    tiles = []
-    for row, edges in enumerate(borders):
-        rows = slice(row, row + 1) if len(borders) > 1 else slice(None)
-        for start, end in itertools.pairwise(edges):
-            if own == others:
-                document = slice(before(own, start), before(own, end))
-                if document.start < document.stop:
-                    tiles.append(Tile(document, document, True, rows))
-                continue
-            for chunk in own:
-                first, last = max(start, chunk * size), min(end, (chunk + 1) * size)
-                keys = slice(before(others, start), before(others, first))
-                if first >= last or keys.start == keys.stop:
-                    continue
-                queries = slice(before(own, first), before(own, last))
-                # Neighbouring chunks with the same keys make one tile
-                if tiles and tiles[-1].keys == keys and tiles[-1].rows == rows:
-                    queries = slice(tiles.pop().queries.start, queries.stop)
-                tiles.append(Tile(queries, keys, False, rows))
-    return tiles
+    return wait
 
 
-def shard_sequence(x, held, fill=0):
-    """The columns of x (B, T, ...) at positions `held` (T',) of T -> (B, T', ...), with `fill` for
-    padding. For targets `fill` is the value that the loss ignores, else padding would count."""
-    held = held.to(x.device)
-    padding = (held >= x.shape[1]).view(-1, *[1] * (x.dim() - 2))
-    return x[:, held.clamp(max=x.shape[1] - 1)].masked_fill(padding, fill)
-
-
-# --- in a model
+# --- in a model of yours: a zigzag, the next keys travel meanwhile, any number of kv-heads
 
 
 class GroupModule(nn.Module):
-    """A module that works together with those of the other ranks of a group."""
+    """A module that talks to its counterparts on the other ranks of a group."""
 
     def __init__(self, group):
         super().__init__()
@@ -347,40 +161,137 @@ class Ring(GroupModule):
         for p in model.parameters():                    # after the last micro-batch
             dist.all_reduce(p.grad, group=group)        # a sum, no mean; then clip and step
 
-    Attention is causal and scaled by 1/sqrt(D), without dropout, other masks or second gradients.
+    Attention is causal and scaled by 1/sqrt(D): no dropout, no other mask, no second derivative.
     Cut tokens by `positions`, never by chunk(): tiles follow from the rank. Another cut gives wrong
     numbers without an error; so does q of shape (B, T', H, D). B and T' are the same on all ranks,
-    or the group aborts or hangs. Beside another technique: docs/use/two-techniques.md."""
+    or the group aborts or hangs. Beside another technique: docs/use/two-techniques.md.
+    zigzag=False: consecutive tokens per rank, and the last rank has most of the work."""
 
-    attention = RingAttention
+    chunks = 2  # per rank
 
     def __init__(self, group, zigzag=True):
         super().__init__(group)
         self.zigzag = zigzag
 
     def positions(self, length, multiple=1, starts=None):
-        """The positions of a sequence that this rank must hold."""
-        return held_positions(length, self.rank, self.n, self.zigzag, multiple, starts)
+        """(T',): the positions of a sequence that this rank holds. Those from `length` on are
+        padding. starts: see packed_documents.py."""
+        return held_positions(length, self.rank, self.n, self.zigzag, multiple)
 
     def forward(self, q, k, v, starts=None):
         check_qkv(q, k, v)
         check_chunks(q, self, starts)
-        layout = self.rank, self.n, self.n * q.shape[2], self.zigzag, starts
-        if starts is None:
-            return self.attention.apply(q, k, v, self.group, ring_tiles(*layout))
-        used = used_keys(*layout, q.device)
-        buffers = [functools.partial(DirectBuffer, used=used, home=home) for home in (False, True)]
-        return RingAttention.apply(q, k, v, self.group, ring_tiles(*layout), buffers)
+        return self.attend(q, k, v, ring_tiles(self.rank, self.n, q.shape[2], self.zigzag))
+
+    def attend(self, q, k, v, tiles):
+        return RingAttention.apply(q, k, v, self.group, tiles)
+
+
+def shard_sequence(x, held, fill=0):
+    """The columns of x (B, T, ...) at positions `held` (T',) of T -> (B, T', ...), with `fill` for
+    padding. For targets `fill` is the value that the loss ignores, else padding would count."""
+    held = held.to(x.device)
+    padding = (held >= x.shape[1]).view(-1, *[1] * (x.dim() - 2))
+    return x[:, held.clamp(max=x.shape[1] - 1)].masked_fill(padding, fill)
+
+
+def held_positions(length, rank, n, zigzag=True, multiple=1):
+    """The positions that a rank of a ring of n holds. multiple: of the tokens in a chunk, for ranks
+    that share a ring's tokens (Ulysses)."""
+    chunks = [rank, 2 * n - 1 - rank] if zigzag else [rank]
+    size = math.ceil(length / (n * len(chunks) * multiple)) * multiple  # tokens per chunk
+    return torch.cat([torch.arange(chunk * size, (chunk + 1) * size) for chunk in chunks])
+
+
+class Tile(NamedTuple):
+    """Queries of this rank, and keys of one rank that they all see. causal: the same tokens, and a
+    query sees the keys up to its own."""
+
+    queries: slice
+    keys: slice
+    causal: bool
+    rows: slice = slice(None)  # of the batch: all of them, but for packed_documents.py
+
+
+def ring_tiles(rank, n, tokens, zigzag=True):
+    """For each rank of the ring, the tiles of this rank's queries with its keys. tokens: T'."""
+    every, early, late = slice(0, tokens), slice(0, tokens // 2), slice(tokens // 2, tokens)
+    own = [Tile(every, every, causal=True)]  # a rank's tokens are in order
+    if not zigzag:
+        return [[Tile(every, every, causal=False)]] * rank + [own] + [[]] * (n - 1 - rank)
+    lower = [Tile(every, early, causal=False)]  # their late chunk is later than all queries here
+    higher = [Tile(late, every, causal=False)]  # early queries are earlier than all their keys
+    return [lower] * rank + [own] + [higher] * (n - 1 - rank)
+
+
+# --- the ring in full
+
+
+def around_the_ring(kv, group):
+    """Yield (rank, its keys and values) for all ranks, beginning with this one. While the caller
+    computes with these, the next ones travel."""
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    spare = torch.empty_like(kv)
+    for step in range(n - 1):
+        receive = pass_on(kv, group, spare)
+        yield (rank - step) % n, kv
+        kv, spare = receive(), kv
+    yield (rank - (n - 1)) % n, kv
+
+
+def attend_to_all(q, kv_by_rank, tiles):
+    """Attention of this rank's queries to all keys: the result and its lse. kv_by_rank yields
+    (rank, its keys and values). tiles[rank]: those with that rank's keys."""
+    exact = torch.promote_types(q.dtype, torch.float32)  # of sums, and of lse
+    out = torch.zeros_like(q, dtype=exact)
+    lse = out.new_full(q.shape[:3], -math.inf)
+    for source, kv in kv_by_rank:
+        for tile in tiles[source]:
+            index = tile.rows, slice(None), tile.queries  # into (B, H, T'): a view
+            add_tile(out[index], lse[index], *tile_attention(q, kv, tile))
+    return out.to(q.dtype), lse
+
+
+class RingAttention(torch.autograd.Function):
+    """q (B, H, T', D), k and v (B, H_kv, T', D) of this rank's T' tokens -> attention to all ranks'
+    keys (B, H, T', D). In backward keys and values travel again, and with them the sums of their
+    gradients. bring_kv, pass_dkv: how both travel (packed_documents.py has another way)."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, group, tiles, bring_kv=around_the_ring, pass_dkv=pass_on):
+        out, lse = attend_to_all(q, bring_kv(torch.stack((k, v)), group), tiles)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.group, ctx.tiles, ctx.bring_kv, ctx.pass_dkv = group, tiles, bring_kv, pass_dkv
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        q, k, v, out, lse = ctx.saved_tensors
+        kv, receive = torch.stack((k, v)), None
+        dq, dkv = torch.zeros_like(q, dtype=lse.dtype), torch.zeros_like(kv, dtype=lse.dtype)
+        for source, source_kv in ctx.bring_kv(kv, ctx.group):
+            # dkv travels one step behind kv: the rank before must add its tiles before it sends.
+            # So this step's tiles come first, while dkv is on its way
+            dkv_tiles = []
+            for tile in ctx.tiles[source]:
+                dq_tile, *dkv_tile = tile_gradients(grad, q, source_kv, out, lse, tile)
+                dq[tile.rows, :, tile.queries] += dq_tile
+                dkv_tiles.append(torch.stack(dkv_tile))
+            if receive:  # in the first step dkv is still here, zeros
+                dkv = receive()
+            for tile, dkv_tile in zip(ctx.tiles[source], dkv_tiles):
+                dkv[:, tile.rows, :, tile.keys] += dkv_tile
+            receive = ctx.pass_dkv(dkv, ctx.group)
+        dkv = receive()  # after n hops: the sums for this rank's own keys
+        return dq.to(q.dtype), *dkv.to(k.dtype), None, None, None, None
 
 
 # --- gather: all keys and values at once (Llama 3, arXiv:2407.21783, section 3.3.2)
 
-# torch 2.13 renamed it; older versions know only the second name
-all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
 
 class GatheredAttention(torch.autograd.Function):
-    """The ring's tiles, with all ranks' keys and values in memory from forward to backward."""
+    """As RingAttention. But each rank gathers all keys and values, and keeps them for backward."""
 
     @staticmethod
     def forward(ctx, q, k, v, group, tiles):
@@ -403,18 +314,17 @@ class GatheredAttention(torch.autograd.Function):
                 dq_tile, dk, dv = tile_gradients(grad, q, kv, out, lse, tile)
                 dq[tile.rows, :, tile.queries] += dq_tile
                 dkv[source][:, tile.rows, :, tile.keys] += torch.stack((dk, dv))
-        # Each rank sums what it gets for its own keys. That is a reduce-scatter: gloo's own sends
-        # twice as many bytes
+        # A reduce-scatter: each rank sums the gradients of its own keys. gloo's sends twice as much
         pieces = torch.empty_like(dkv)
         dist.all_to_all_single(pieces, dkv, group=ctx.group)
         return dq.to(q.dtype), *pieces.sum(0).to(q.dtype), None, None
 
 
 class Gather(Ring):
-    """In place of attention's core: attention to gathered keys and values. Used as Ring is. With
-    documents it is a Ring: each rank uses other keys, and an all-gather sends the same to all."""
+    """In place of attention's core: attention to gathered keys and values. Used as Ring is."""
 
-    attention = GatheredAttention
+    def attend(self, q, k, v, tiles):
+        return GatheredAttention.apply(q, k, v, self.group, tiles)
 
 
 # --- ulysses: from "all heads of some tokens" to "some heads of all tokens", and back
@@ -440,147 +350,89 @@ class Exchange(torch.autograd.Function):
 
 class Ulysses(GroupModule):
     """In place of attention's core: heads are dealt out over `group`, and `core` computes attention
-    of this rank's heads for all tokens. If the n ranks do not divide the kv-heads, copies travel.
+    of this rank's heads for all tokens. If n does not divide the kv-heads, copies of them travel.
 
         ulysses = Ulysses(group, core)                  # core(q, k, v): causal attention
         model = Decoder(ulysses)
-        held = ulysses.positions(T).to(tokens.device)   # one run of tokens a rank
+        held = ulysses.positions(T).to(tokens.device)   # consecutive tokens
         # the rest as with Ring
 
-    core: functools.partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True). It
+    core: as functools.partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True). It
     gets q (B, H / n, n T', D), k and v, and returns q's shape. Mask, scale and dropout are its own.
 
-    ring-ulysses: Ulysses(group of U ranks, Ring(group of R ranks)). The core is a ring whose rank
-    is U ranks that share its tokens, a zigzag (Fang and Zhao 2024, arXiv:2405.07719)."""
+    ring-ulysses: Ulysses(group of U ranks, Ring(group of R ranks)). U ranks together hold the
+    zigzag's chunks of one rank of the ring (Fang and Zhao 2024, arXiv:2405.07719)."""
 
     def __init__(self, group, core):
         super().__init__(group)
         self.core = core
 
     def positions(self, length, starts=None):
-        """The positions that this rank must hold: a part of its ring's, or of the sequence's."""
+        """The positions that this rank holds: a part of its ring's, or of the sequence's."""
         if not isinstance(self.core, Ring):
             return held_positions(length, self.rank, self.n, zigzag=False)
         return self.core.positions(length, self.n, starts).chunk(self.n)[self.rank]
 
     def forward(self, q, k, v, starts=None):
         check_qkv(q, k, v)
-        copies = self.n // math.gcd(k.shape[1], self.n)
+        copies = self.n // math.gcd(k.shape[1], self.n)  # so that n divides H_kv copies
         kv = torch.cat((k, v), dim=-1).repeat_interleave(copies, dim=1)  # (B, H_kv copies, T', 2 D)
         q = Exchange.apply(q, self.group, 1, 2)  # (B, H / n, n T', D)
         k, v = Exchange.apply(kv, self.group, 1, 2).chunk(2, dim=-1)
-        documents = () if starts is None else (starts,)
+        documents = () if starts is None else (starts,)  # PyTorch's attention takes none
         return Exchange.apply(self.core(q, k, v, *documents), self.group, 2, 1)
 
 
-# --- documents: other chunks, and keys go straight to the ranks that use them
+# --- a tile: by PyTorch's kernels, which also return lse, or by the plain functions
 
 
-def deal_by_work(n, per_rank, size, starts):
-    """`per_rank` chunks for each rank. A chunk's work is its pairs of a query and a key. The
-    heaviest chunk is dealt out first, to the rank with the least work that has room. With one
-    document and two chunks per rank this makes the zigzag."""
-    pairs = (torch.arange(starts.shape[1]) + 1 - starts).sum(0)  # of each query, in all rows
-    pairs = nn.functional.pad(pairs, (0, n * per_rank * size - len(pairs)))
-    of_chunk = pairs.view(-1, size).sum(1)
-    held, load = [[] for _ in range(n)], [0] * n
-    for chunk in of_chunk.argsort(descending=True, stable=True).tolist():
-        rank = min((r for r in range(n) if len(held[r]) < per_rank), key=load.__getitem__)
-        held[rank].append(chunk)
-        load[rank] += of_chunk[chunk].item()
-    return [sorted(chunks) for chunks in held]
+def tile_attention(q, kv, tile):
+    """attention() of a tile. q (B, H, T', D), kv (2, B, H_kv, T', D): H / H_kv query heads share a
+    kv-head. 0.0 below: no dropout."""
+    q, (k, v) = q[tile.rows, :, tile.queries], kv[:, tile.rows, :, tile.keys]
+    kernel, aten = fused_kernel(q), torch.ops.aten
+    if kernel == "cpu":  # it takes no views
+        q, k, v = (t.contiguous() for t in (q, k, v))
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, tile.causal)
+    if kernel == "flash":
+        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, tile.causal)[:2]
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
+    if kernel == "efficient":
+        forward = aten._scaled_dot_product_efficient_attention
+        out, lse, *_ = forward(q, k, v, None, True, 0.0, tile.causal)  # no mask, with lse
+        return out, lse[:, :, : q.shape[2]]  # padded: see below
+    exact = torch.promote_types(q.dtype, torch.float32)  # an error in lse scales the whole tile
+    return attention(q.to(exact), k.to(exact), v.to(exact), tile.causal)
 
 
-class DirectBuffer:
-    """In place of a DoubleBuffer. In step s a rank sends its own keys straight to the rank s after
-    it, but only those that the tiles there use. home=True: for their gradients, which go back the
-    same way and are added up at the owner's. used: what used_keys returns."""
-
-    def __init__(self, tensor, group, used, home):
-        self.tensor = self.own = tensor
-        self.group, self.home = group, home
-        given, taken = used
-        self.to_send, self.to_receive = (taken, given) if home else (given, taken)
-        self.step = -1 if home else 0  # the first step's gradients are of own keys: no message
-
-    def send(self):
-        rank, n = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self.step += 1
-        hops = -self.step if self.home else self.step
-        source = self.tensor if self.home else self.own
-        self.arriving = self.to_receive[(rank - hops) % n]
-        self.incoming = torch.empty_like(source[self.arriving])
-        self.sent = source[self.to_send[(rank + hops) % n]]
-        self.messages = pass_on(self.sent, self.incoming, self.group, hops)
-
-    def receive(self):
-        for message in self.messages:
-            message.wait()
-        self.tensor = torch.zeros_like(self.own)  # for the next step
-        if not self.home:
-            self.tensor[self.arriving] = self.incoming  # no tile reads what stays zero
-            return
-        self.own[self.arriving] += self.incoming
-        if self.step == dist.get_world_size(self.group) - 1:  # all are at home
-            self.tensor = self.own
-
-
-@functools.lru_cache(maxsize=32)
-def used_keys(rank, n, length, zigzag, starts, device="cpu"):
-    """(given, taken), two lists with an entry for each rank of the ring: this rank's keys that the
-    other rank uses, and the other's keys that this one uses, as indices into (2, B, H_kv, T', D).
-    A rank uses a key if it has a later token of the key's document."""
-    size, chunks = deal_chunks(length, n, zigzag, starts=starts)
-    held = (torch.tensor(chunks).unsqueeze(2) * size + torch.arange(size)).flatten(1)  # (N, T')
-    padding = torch.arange(starts.shape[1], length).expand(len(starts), -1)
-    starts = torch.cat((starts, padding), dim=1)  # each token of padding is a document of its own
-
-    def used(user, owner):
-        # last[row, s]: the user's last token of the document that starts at s
-        positions = held[user].expand(len(starts), -1)
-        last = torch.zeros_like(starts).scatter_reduce(1, starts[:, held[user]], positions, "amax")
-        later = last.gather(1, starts[:, held[owner]]) > held[owner]
-        rows, tokens = (later & (user != owner)).nonzero(as_tuple=True)
-        return slice(None), rows.to(device), slice(None), tokens.to(device)
-
-    return [used(other, rank) for other in range(n)], [used(rank, other) for other in range(n)]
-
-
-# --- a tile by the device's kernels, which are fast and return the log-sum-exp too
-
-
-def fused_attention(q, k, v, causal):
-    if fused_kernel(q) == "cpu":
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return kernel(q.contiguous(), k.contiguous(), v.contiguous(), 0.0, causal)
-    if fused_kernel(q) == "flash":
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention
-        return kernel(q, k, v, 0.0, causal)[:2]  # takes pieces of a tensor, not contiguous
-    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-    kernel = torch.ops.aten._scaled_dot_product_efficient_attention
-    out, lse, *_ = kernel(q, k, v, None, True, 0.0, causal)  # no mask, with lse, no dropout
-    return out, lse[:, :, : q.shape[2]]  # padded: see below
-
-
-def fused_gradients(grad, q, k, v, out, lse, causal):
-    if fused_kernel(q) == "cpu":
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        grad, q, k, v, out, lse = (t.contiguous() for t in (grad, q, k, v, out, lse))
-        return kernel(grad, q, k, v, out, lse, 0.0, causal)
-    if fused_kernel(q) == "flash":
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_backward
-        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        # No packed sequences (None, None), the largest T', no dropout (0.0), its seed and offset
-        options = None, None, q.shape[2], k.shape[2], 0.0, causal, seed, seed[0]
-        return kernel(grad, q, k, v, out, lse.contiguous(), *options)
+def tile_gradients(grad, q, kv, out, lse, tile):
+    """attention_gradients() of a tile: dq of its queries, dk and dv of its keys."""
+    grad, q, out, lse = (t[tile.rows, :, tile.queries] for t in (grad, q, out, lse))
+    k, v = kv[:, tile.rows, :, tile.keys]
+    kernel, aten = fused_kernel(q), torch.ops.aten
+    if kernel == "cpu":
+        tensors = (t.contiguous() for t in (grad, q, k, v, out, lse))
+        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return backward(*tensors, 0.0, tile.causal)
+    if kernel == "flash":
+        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # and offset, of no dropout
+        lengths = None, None, q.shape[2], k.shape[2]  # None: not several sequences in one
+        options = *lengths, 0.0, tile.causal, seed, seed[0]
+        backward = aten._scaled_dot_product_flash_attention_backward
+        return backward(grad, q, k, v, out, lse.contiguous(), *options)
     kv_heads, copies = k.shape[1], q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(copies, dim=1) for t in (k, v))
-    # This kernel reads the lse of 32 queries at once. For those beyond the end e^(score - lse) is 0
-    lse = nn.functional.pad(lse, (0, -q.shape[2] % 32), value=math.inf)
-    kernel = torch.ops.aten._scaled_dot_product_efficient_attention_backward
-    seed = torch.empty((), dtype=torch.int64, device=q.device)  # and offset: no dropout reads them
-    wanted = True, True, True, False  # no gradient of a mask
-    dq, dk, dv, _ = kernel(grad, q, k, v, None, out, lse, seed, seed, 0.0, wanted, causal)
+    if kernel == "efficient":
+        # It reads the lse of 32 queries at once. Beyond the end e^(score - lse) must be 0
+        lse = nn.functional.pad(lse, (0, -q.shape[2] % 32), value=math.inf)
+        seed = torch.empty((), dtype=torch.int64, device=q.device)  # and offset, never read
+        options = seed, seed, 0.0, (True, True, True, False), tile.causal  # no mask's gradient
+        backward = aten._scaled_dot_product_efficient_attention_backward
+        dq, dk, dv, _ = backward(grad, q, k, v, None, out, lse, *options)
+    else:
+        grad, q, k, v, out = (t.to(lse.dtype) for t in (grad, q, k, v, out))
+        dq, dk, dv = attention_gradients(grad, q, k, v, out, lse, tile.causal)
+    # The gradient of a kv-head is the sum over its copies
     return dq, *(t.unflatten(1, (kv_heads, copies)).sum(2) for t in (dk, dv))
 
 
@@ -604,97 +456,87 @@ def check_qkv(q, k, v):
     fits = fits and q[:, 0].shape == k[:, 0].shape and q.shape[1] % k.shape[1] == 0
     if not fits:
         found = ", ".join(f"{name} {tuple(t.shape)} {t.dtype}" for name, t in zip("qkv", (q, k, v)))
-        raise ValueError(
-            "attention takes q (B, H, T', D), k and v (B, H_kv, T', D) of one dtype, and H a "
-            f"multiple of H_kv, not {found}: transpose, cast or repeat heads"
-        )
+        takes = "q (B, H, T', D), k and v (B, H_kv, T', D) of one dtype, and H a multiple of H_kv"
+        raise ValueError(f"attention takes {takes}, not {found}: transpose, cast or repeat heads")
 
 
-def check_chunks(q, ring, starts):
-    per_rank = chunks_of_rank(ring.zigzag, starts)
-    if q.shape[2] % per_rank and ring.n > 1:
-        chunks = f"a rank holds {per_rank} equal chunks, not {q.shape[2]} tokens"
+def check_chunks(q, ring, starts=None):
+    if starts is not None:
+        raise ValueError("a ring of packed documents is packed_documents.DocumentRing")
+    if q.shape[2] % ring.chunks and ring.zigzag and ring.n > 1:
+        chunks = f"a rank holds {ring.chunks} equal chunks, not {q.shape[2]} tokens"
         raise ValueError(f"{chunks}: cut sequences by positions(), or give zigzag=False")
 
 
 # --- for model.py's GPT ---
 
-KINDS = ("ring", "ulysses", "gather", "ring-ulysses")
+KINDS = ("ring", "ulysses", "gather", "ring-ulysses")  # see the docstring
 
 
 def parallelize_context(
-    model, group, kind="ring", ring_group=None, ulysses_group=None, zigzag=True
+    model, group, kind="ring", ring_group=None, ulysses_group=None, zigzag=True, ring=Ring
 ):
-    """Replace every block's attention core, in place, and return the model. Used as Ring is:
-
-        model = parallelize_context(model, group, kind)
-        held = model.blocks["0"].attn.core.positions(T).to(tokens.device)
-        x, y = shard_sequence(tokens, held), shard_sequence(targets, held, -1)
-        loss = model(x, held.clamp(max=T - 1), targets=y, target_count=target_count)
-        loss.backward()                                 # target_count: valid targets of all ranks
-        # then sum the gradients over the group, as with Ring
+    """Replace every block's attention core, in place, and return the model. The demo shows its use.
 
     ring_group, ulysses_group: for kind "ring-ulysses". With U ranks in a ulysses_group,
-    rank in group = U x rank in ring_group + rank in ulysses_group.
+    rank in group = U x rank in ring_group + rank in ulysses_group. ring: the class of rings.
     With experts T must divide into equal chunks, because a router would count padding."""
     for block in model.blocks.values():
         if kind == "ulysses":
             core = Ulysses(group, block.attn.core)
         elif kind == "ring-ulysses":
-            core = Ulysses(ulysses_group, Ring(ring_group, zigzag))
+            core = Ulysses(ulysses_group, ring(ring_group, zigzag))
         else:
-            core = {"ring": Ring, "gather": Gather}[kind](group, zigzag)
+            core = {"ring": ring, "gather": Gather}[kind](group, zigzag)
         block.attn.core = core
         if model.config.experts:
-            router = block.mlp.router
-            sums = SumRouterStats(group)
+            router, sums = block.mlp.router, SumRouterStats(group)
             router.sum_over_sequence = nn.Sequential(router.sum_over_sequence, sums)
     return model
 
 
 class SumRouterStats(GroupModule):
-    """Adds up a router's sums over a sequence, of which each rank has a part. Forward: the total.
-    Backward: the identity, as in tensor parallelism's g."""
+    """A router's sums over a sequence: adds up the ranks' parts. Backward is the identity."""
 
     def forward(self, sums):
         total = sums.detach().clone()
         dist.all_reduce(total, group=self.group)
-        return sums + (total - sums.detach())
+        return total + (sums - sums.detach())
 
 
 # --- demo ---
 
 import ddp
 import harness
+import packed_documents  # for --documents; it imports this file, so only here
 import proof
 import receipts.context_parallel
 from harness import documents
 
 
-def main():
-    parser = harness.parser(__doc__)
+def main(doc=__doc__, **defaults):
+    """packed_documents.py calls it with a docstring and a default of its own."""
+    parser = harness.parser(doc, **defaults)
     g = parser.add_argument_group("context parallelism")
-    why = "how queries reach other ranks' keys: ulysses mostly sends least, a ring takes any ranks"
+    why = "how queries reach other ranks' keys: ulysses usually sends least, a ring takes any ranks"
     g.add_argument("--kind", choices=KINDS, default="ring", help=why)
     receipts.context_parallel.flags(g)
     args = parser.parse_args()
     receipts.context_parallel.check(args)
-    config = harness.configure(args)
+    heads = harness.configure(args).heads
     harness.check_batch(args, 1)
-
-    def check(world):
-        receipts.context_parallel.grid(args.kind, world, args.rings, config.heads)
-
-    proof.launch(demo, args, check=check)
+    grid = receipts.context_parallel.grid
+    proof.launch(demo, args, check=lambda ranks: grid(args.kind, ranks, args.rings, heads))
 
 
 def demo(run):
     args, context, group = run.args, run.config.context, dist.group.WORLD
     ring, ulysses = receipts.context_parallel.make_groups(run)  # None but for kind ring-ulysses
-    grid = dict(ring_group=ring, ulysses_group=ulysses, zigzag=not args.contiguous)
-    model = run.fill(parallelize_context(run.meta_model(), group, args.kind, **grid))
+    groups = dict(ring_group=ring, ulysses_group=ulysses, zigzag=not args.contiguous)
+    parallelize = packed_documents.parallelize_documents if args.documents else parallelize_context
+    model = run.fill(parallelize(run.meta_model(), group, args.kind, **groups))
     core = model.blocks["0"].attn.core
-    held = core.positions(context).to(run.device)
+    held = None if args.documents else core.positions(context).to(run.device)
     parameters = list(model.parameters())
     # Each rank's gradients are those of its own tokens: summed as in data parallelism
     sync = ddp.DDP(parameters, group, args.microbatches)
@@ -704,7 +546,7 @@ def demo(run):
         loss = run.zero()
         for tokens, targets, samples in run.microbatches(step):  # whole sequences, on every rank
             starts = documents.starts_of(tokens, args)  # None without --documents
-            if args.documents:  # dealt out anew
+            if args.documents:  # cut anew
                 held = core.positions(context, starts=starts).to(run.device)
             receipts.context_parallel.check_routers(run, len(held))
             x, y = shard_sequence(tokens, held), shard_sequence(targets, held, -1)
@@ -720,7 +562,8 @@ def demo(run):
         harness.clip(parameters, norm, args.grad_clip)
         optimizer.step()
         run.log(loss, norm)
-    return run.receipt(*receipts.context_parallel.of_demo(run, len(held), ring_tiles, used_keys))
+    plans = ring_tiles, packed_documents.find_plan
+    return run.receipt(*receipts.context_parallel.of_demo(run, len(held), *plans))
 
 
 if __name__ == "__main__":

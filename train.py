@@ -44,6 +44,7 @@ import expert_parallel
 import fsdp
 import model as gpt
 import muon
+import packed_documents
 import pipeline
 import proof
 import receipts.muon
@@ -165,8 +166,11 @@ def build(run, schedule, groups):
         else:
             lean_head(part, args.compile)  # tp cuts the vocabulary; else the loss comes in pieces
         if args.cp > 1:
+            parallelize = context_parallel.parallelize_context
+            if args.documents:
+                parallelize = packed_documents.parallelize_documents
             options = dict(ring_group=groups.get("ring"), ulysses_group=groups.get("ulysses"))
-            context_parallel.parallelize_context(part, cp, args.cp_kind, **options)
+            parallelize(part, cp, args.cp_kind, **options)
         if args.ep > 1:
             options = dict(chunks=args.expert_chunks, before_wait=turns.turn)
             expert_parallel.parallelize_experts(part, groups["ep"], groups["copies"], **options)

@@ -28,6 +28,7 @@ import torch
 import collectives
 import context_parallel
 import harness
+import packed_documents
 import train
 import zero_bubble
 from dualpipe import PairedSchedule
@@ -147,8 +148,8 @@ def holdings(technique, rank):
         layers = zero_bubble.find_schedule("1f1b", 4, 8).stages(rank)
         states = [[(layer, layer + 1, 0, 8) for layer in layers]] * 3
     if technique == "context":
-        _, dealt = context_parallel.deal_chunks(8, 4)
-        tokens, arriving = dealt[rank], dealt[rank - 1]
+        held = context_parallel.held_positions
+        tokens, arriving = (held(8, r % 4, 4).tolist() for r in (rank, rank - 1))
         moments["inside"] = [(1, 2, column, column + 1) for column in arriving]
     if technique == "experts":
         strips = [(0, 0.5)]
@@ -342,14 +343,15 @@ def ring_all_reduce():
 
 def ring_attention():
     svg = Picture(672, "Which tiles a rank of context parallelism's ring computes in which step")
-    colors, (_, chunks) = (BLUE, ORANGE, GREEN, PURPLE), context_parallel.deal_chunks(8, 4)
+    colors = BLUE, ORANGE, GREEN, PURPLE
+    chunks = [context_parallel.held_positions(8, rank, 4).tolist() for rank in range(4)]
     for step in range(4):
         svg.text(164 + 135 * step, 24, f"step {step}", 17, weight="bold")
     for rank in range(4):
         y = 40 + 150 * rank
         svg.text(8, y + 50, f"rank {rank}", 17, "start", weight="bold")
         svg.text(8, y + 70, f"chunks {chunks[rank][0]}, {chunks[rank][1]}", 15, "start")
-        tiles = context_parallel.ring_tiles(rank, 4, 8)
+        tiles = context_parallel.ring_tiles(rank, 4, 2)
         for step in range(4):
             source, x = (rank - step) % 4, 108 + 135 * step
             svg.boxes([(x, y + 14 * query, 14 * query + 14, 14) for query in range(8)], PALE)
@@ -443,15 +445,15 @@ def overlap():
 
 def scores(title, *panels):
     """Scores of causal attention on 4 ranks, a color a rank. panels: (words, lengths of documents,
-    options of held_positions)."""
+    the positions that each rank holds)."""
     svg = Picture(330, title)
-    for x, (words, lengths, options) in zip((30, 354), panels):
+    for x, (words, lengths, held) in zip((30, 354), panels):
         starts, work = [], [0] * 4
         for length in lengths:
             starts += length * [len(starts)]
         for rank, color in enumerate((BLUE, ORANGE, GREEN, PURPLE)):
             rows = []
-            for query in context_parallel.held_positions(len(starts), rank, 4, **options).tolist():
+            for query in held[rank].tolist():
                 if query < len(starts):  # else it is padding
                     rows.append((x + starts[query], 30 + query, query + 1 - starts[query], 1))
                     work[rank] += query + 1 - starts[query]
@@ -463,15 +465,20 @@ def scores(title, *panels):
     return svg
 
 
+def held_by_four(zigzag=True):
+    return [context_parallel.held_positions(256, rank, 4, zigzag) for rank in range(4)]
+
+
 def zigzag():
-    panels = ("one run a rank", (256,), dict(zigzag=False)), ("zigzag", (256,), {})
+    panels = ("one run a rank", (256,), held_by_four(False)), ("zigzag", (256,), held_by_four())
     return scores("One run of tokens a rank, and the zigzag", *panels)
 
 
 def by_pairs():
     starts = torch.tensor([0, *itertools.accumulate(LENGTHS[:-1])])
     dealt = starts.repeat_interleave(torch.tensor(LENGTHS)).unsqueeze(0)
-    panels = ("zigzag", LENGTHS, {}), ("dealt out by pairs", LENGTHS, dict(starts=dealt))
+    dealt = packed_documents.deal_tokens(256, 4, dealt)
+    panels = ("zigzag", LENGTHS, held_by_four()), ("dealt out by pairs", LENGTHS, dealt)
     return scores("Documents in a zigzag, and dealt out by their pairs", *panels)
 
 

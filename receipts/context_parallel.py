@@ -130,22 +130,26 @@ def expected(sizes, group, kind, rings, used=None):
     return sent, held(sizes, activations="1/N of one process's")
 
 
-def of_demo(run, tokens, ring_tiles, used_keys):
+def of_demo(run, tokens, ring_tiles, find_plan):
     """(layout, sent, held, notes) of the demo's receipt. Gradients are summed as by ddp.py.
 
-    tokens: of a rank, with padding. ring_tiles and used_keys: context_parallel.py's."""
+    tokens: of a rank, with padding. ring_tiles, find_plan: context_parallel.py's and
+    packed_documents.py's."""
     args, n = run.args, run.world
     group, sizes = Group("cp", n), sizes_of(args, run.config, length=tokens)
     ring, ulysses = grid(args.kind, n, args.rings)
-    where = ring, tokens * n, not args.contiguous
+    where = ring, tokens * ulysses, not args.contiguous
     used, batches = None, run.microbatches(run.measured)
     if args.documents and ring > 1:
-        used = tokens_used(used_keys, batches, args, run.rank // ulysses, *where)
+        used = tokens_used(find_plan, batches, args, run.rank // ulysses, *where)
     sent, held = expected(sizes, group, args.kind, args.rings, used)
     sent = add(ddp.expected(sizes, group)[0], sent)
     layout = {"cp": n, "kind": args.kind, "ring": ring, "ulysses": ulysses}
-    starts = documents.starts_of(batches[-1][0], args)
-    tiles = [ring_tiles(rank, *where, starts) for rank in range(ring)]
+    if args.documents:
+        starts = documents.starts_of(batches[-1][0], args)
+        tiles = [find_plan(rank, *where, starts).tiles for rank in range(ring)]
+    else:
+        tiles = [ring_tiles(rank, *where) for rank in range(ring)]
     even = " ".join(f"{share:.0%}" for share in shares(tiles))
     notes = [f"work of attention, of an even share, by rank of the ring: {even}"]
     if used:
@@ -154,14 +158,15 @@ def of_demo(run, tokens, ring_tiles, used_keys):
     return layout, sent, held, notes
 
 
-def tokens_used(used_keys, batches, args, *where):
+def tokens_used(find_plan, batches, args, *where):
     """Of how many of this rank's tokens others use the keys, and of how many of theirs this rank,
-    in micro-batches with --documents. used_keys: context_parallel.py's, with its arguments."""
-    totals = [0, 0]
+    in micro-batches with --documents. find_plan: packed_documents.py's, with its arguments."""
+    used_by = used_of = 0
     for tokens, *_ in batches:
-        for i, of_ranks in enumerate(used_keys(*where, documents.starts_of(tokens, args))):
-            totals[i] += sum(len(rows) for _, rows, *_ in of_ranks)
-    return totals
+        plan = find_plan(*where, documents.starts_of(tokens, args))
+        used_by += sum(len(rows) for _, rows, *_ in plan.used_by)
+        used_of += sum(len(rows) for _, rows, *_ in plan.used_of)
+    return used_by, used_of
 
 
 def work(tiles):

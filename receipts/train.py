@@ -42,8 +42,8 @@ class ExpertRows(expert_parallel.RowCounter):
             self.waits, self.switches = self.turns.waits - waits, self.turns.switches - switches
 
 
-def of_run(runner, used_keys=None):
-    """(layout, sent, held, notes) of train.py's runner. used_keys: context_parallel.py's."""
+def of_run(runner, find_plan=None):
+    """(layout, sent, held, notes) of train.py's runner. find_plan: packed_documents.py's."""
     run, schedule, groups = runner.run, runner.schedule, runner.groups
     args, config, notes = run.args, run.config, []
     if args.zero == 3:
@@ -74,9 +74,9 @@ def of_run(runner, used_keys=None):
         kind, used = (args.cp_kind, args.cp_rings), None
         if args.documents and args.cp_kind != "ulysses":
             ring, ulysses = context_parallel.grid(args.cp_kind, args.cp, args.cp_rings)
-            where = groups["cp"].rank // ulysses, ring, length * args.cp, True
+            where = groups["cp"].rank // ulysses, ring, length * ulysses, True
             batches = runner.batches(run.measured)
-            used = context_parallel.tokens_used(used_keys, batches, args, *where)
+            used = context_parallel.tokens_used(find_plan, batches, args, *where)
         tables.append(context_parallel.expected(sizes, groups["cp"], *kind, used))
     # Squared norms that are summed over tp: of experts that are dealt out, of the rest
     norms = 2 if args.ep > 1 and not args.fold_experts else 1

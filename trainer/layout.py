@@ -11,6 +11,7 @@ import torch.distributed as dist
 import context_parallel
 import dualpipe
 import harness
+import packed_documents
 import tensor_parallel
 import zero_bubble
 from harness import Refused, documents, zero_flags
@@ -223,15 +224,18 @@ def is_zigzag(args):
 def token_unit(args):
     """What a sequence is padded to a multiple of: context parallelism deals out chunks of one size,
     sequence parallelism splits each rank's tokens evenly."""
-    chunks = args.cp * context_parallel.chunks_of_rank(is_zigzag(args), args.documents)
+    ring = packed_documents.DocumentRing if args.documents else context_parallel.Ring
+    chunks = args.cp * (ring.chunks if is_zigzag(args) else 1)
     return math.lcm(chunks, args.cp * args.tp if args.sp else 1)
 
 
 def positions(args, length, rank, starts=None):
     """The positions of a sequence that a context-parallel rank holds, padding at the end. starts:
-    of documents, see context_parallel.deal_chunks."""
+    of documents, see packed_documents.py."""
     padded = length + -length % token_unit(args)
-    ring, ulysses = cp_shape(args)
-    where = padded, rank // ulysses, ring, is_zigzag(args)
-    held = context_parallel.held_positions(*where, starts=starts)
+    n, ulysses = cp_shape(args)
+    if starts is None:
+        held = context_parallel.held_positions(padded, rank // ulysses, n, is_zigzag(args))
+    else:
+        held = packed_documents.deal_tokens(padded, n, starts, is_zigzag(args))[rank // ulysses]
     return held.chunk(ulysses)[rank % ulysses]

@@ -8,6 +8,7 @@ import torch.distributed as dist
 import context_parallel
 import dualpipe
 import harness
+import packed_documents
 import pipeline
 import receipts.train
 import zero_bubble
@@ -35,7 +36,7 @@ class Runner:
 
     def expected(self):
         """(layout, sent, held, notes) of a step's receipt, by the formulas."""
-        return receipts.train.of_run(self, context_parallel.used_keys)
+        return receipts.train.of_run(self, packed_documents.find_plan)
 
     def full_parameters(self):  # [(full name, whole parameter with .grad)]
         return self.optimizer.gather_full(self.model.named())

@@ -1,0 +1,228 @@
+"""Packed documents: a sequence holds several texts, and attention stays within each.
+
+    tokens     the cat sat | one two | to be or not to be      a token sees its own document, up to
+    starts      0   0   0     3   3     5  5  5  5  5  5       itself
+
+A ring passes all keys by all ranks, but most are of documents that a rank has no token of. And a
+zigzag is even for one document, not where one is long and others are short.
+
+Split     Eight chunks per rank, dealt out by work: the heaviest first, to the rank with the least.
+          Work is the number of pairs of a query and a key. All rows of a batch are cut alike.
+Sent      In step s a rank sends to the rank s after it only the keys that are used there. Per block
+          (4 G e + 2 A a) C_kv bytes: K and V of G tokens that others use, in forward and again in
+          backward; dK and dV of A tokens of others. Other letters: context_parallel.py.
+Backward  The ring's, by the same tiles. dK and dV go straight home.
+Copy      The top of context_parallel.py as well: a DocumentRing is a Ring that sends otherwise.
+
+    torchrun --nproc_per_node=4 packed_documents.py      python packed_documents.py --kind ulysses
+
+Llama Team 2024, The Llama 3 herd of models, arXiv:2407.21783, sections 3.2 and 3.3.2.
+"""
+
+import math
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+from context_parallel import (
+    Ring,
+    RingAttention,
+    Tile,
+    check_chunks,
+    check_qkv,
+    parallelize_context,
+    start_messages,
+)
+
+# --- the plainest form: which keys a rank needs, and the mask of its attention
+
+
+def visible(starts, queries, keys):
+    """Which keys a query sees: those of its document up to its own, (B, Tq, Tk) bool. starts
+    (B, T): where each token's document starts. queries, keys: positions."""
+    same_document = starts[:, queries].unsqueeze(2) == starts[:, keys].unsqueeze(1)
+    return same_document & (keys <= queries.unsqueeze(1))
+
+
+def plain_document_attention(q, k, v, starts, held, group):
+    """q, k, v (B, H, T', D) of this rank's tokens -> attention within documents (B, H, T', D).
+    held[r]: the positions of rank r's tokens, which may be any. Autograd goes through it."""
+    rank, ranks = dist.get_rank(group), range(dist.get_world_size(group))
+
+    def used(user, owner):  # (T',): which of the owner's keys the user needs, in any row
+        return visible(starts, held[user], held[owner]).any(dim=1).any(dim=0)
+
+    kv = torch.cat((k, v), dim=-1).movedim(2, 0)  # (T', B, H, 2 D)
+    sent = [kv[used(user, rank)] for user in ranks]
+    keys = [held[owner][used(rank, owner)] for owner in ranks]  # positions; its own are among them
+    counts = [len(part) for part in keys], [len(part) for part in sent]
+    received = all_to_all_single_autograd(torch.cat(sent), *counts, group)
+    k, v = received.movedim(0, 2).chunk(2, dim=-1)
+    mask = visible(starts, held[rank], torch.cat(keys)).unsqueeze(1)  # the same for all heads
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+# --- in a model of yours: even work, keys travel while a rank computes, and tiles need no mask
+
+
+class DocumentRing(Ring):
+    """In place of attention's core, as Ring. starts (B, T) on the host, a new tensor for each
+    batch: where each token's document starts.
+
+        ring = DocumentRing(group)
+        model = Decoder(lambda q, k, v: ring(q, k, v, starts))
+        first = (tokens == separator).cpu()             # (B, T): which tokens begin a document
+        starts = torch.where(first, torch.arange(T), 0).cummax(dim=1).values
+        held = ring.positions(T, starts=starts)         # other ones for each batch
+        x, y = shard_sequence(tokens, held), shard_sequence(targets, held, fill=-100)
+        place = held.clamp(max=T - 1)
+        logits = model(x, (place - starts[:, place]).to(x.device))    # (B, T'): in the document
+        # the rest as with Ring: the loss, backward, and the sum of gradients"""
+
+    chunks = 8
+
+    def positions(self, length, multiple=1, starts=None):
+        return deal_tokens(length, self.n, starts, self.zigzag, multiple)[self.rank]
+
+    def forward(self, q, k, v, starts):
+        check_qkv(q, k, v)
+        check_chunks(q, self)
+        check_starts(starts, q, self.n)
+        plan = find_plan(self.rank, self.n, q.shape[2], self.zigzag, starts, q.device)
+        travel = partial(bring_used_keys, plan), SendHome(plan)
+        return RingAttention.apply(q, k, v, self.group, plan.tiles, *travel)
+
+
+def deal_tokens(length, n, starts, zigzag=True, multiple=1):
+    """(n, T'): the positions that each rank of a ring of n holds. zigzag=False: consecutive ones.
+    The rest is as in context_parallel.held_positions."""
+    per_rank = DocumentRing.chunks if zigzag else 1
+    size = math.ceil(length / (n * per_rank * multiple)) * multiple  # tokens per chunk
+    chunks = torch.arange(n * per_rank * size).view(-1, size)
+    if not zigzag:
+        return chunks
+    pairs = (torch.arange(starts.shape[1]) + 1 - starts).sum(0)  # of each query, in all rows
+    work = F.pad(pairs, (0, chunks.numel() - len(pairs))).view(-1, size).sum(1)
+    held, load = [[] for _ in range(n)], [0] * n
+    for chunk in work.argsort(descending=True, stable=True).tolist():
+        with_room = [rank for rank in range(n) if len(held[rank]) < per_rank]
+        rank = min(with_room, key=load.__getitem__)
+        held[rank].append(chunk)
+        load[rank] += work[chunk].item()
+    return torch.stack([chunks[sorted(numbers)].flatten() for numbers in held])
+
+
+def document_tiles(queries, keys, starts):
+    """The tiles of one rank's queries with one's keys, both by their positions. The keys that a
+    query sees are neighbours. So no tile needs a mask, but the causal one with its own keys."""
+    own, real = torch.equal(queries, keys), queries[queries < starts.shape[1]]
+    tiles = []
+    for row, start in enumerate(starts[:, real]):
+        first, end = torch.searchsorted(keys, torch.stack((start, real)))
+        if own:  # a tile per document
+            end = first
+        # Neighbouring queries that see the same keys make one tile
+        seen, sizes = torch.stack((first, end)).unique_consecutive(dim=1, return_counts=True)
+        for first, end, size, stop in zip(*seen.tolist(), sizes.tolist(), sizes.cumsum(0).tolist()):
+            place, rows = slice(stop - size, stop), slice(row, row + 1)
+            if own:
+                tiles.append(Tile(place, place, True, rows))
+            elif first < end:
+                tiles.append(Tile(place, slice(first, end), False, rows))
+    return tiles
+
+
+class Plan(NamedTuple):  # lists with an entry for each rank of the ring
+    tiles: list  # of this rank's queries with that rank's keys
+    used_by: list  # which of this rank's keys that rank uses: indices into (2, B, H_kv, T', D)
+    used_of: list  # which of that rank's keys this rank uses
+
+
+@lru_cache(maxsize=32)  # for all layers. starts is hashed by identity: never change it
+def find_plan(rank, n, tokens, zigzag, starts, device="cpu"):
+    held = deal_tokens(n * tokens, n, starts, zigzag)
+
+    def used(tiles):
+        keys = torch.zeros(len(starts), tokens, dtype=torch.bool)
+        for tile in tiles:
+            keys[tile.rows, tile.keys] = not tile.causal  # causal: its own, which do not travel
+        rows, columns = (t.to(device) for t in keys.nonzero(as_tuple=True))
+        return slice(None), rows, slice(None), columns
+
+    tiles = [document_tiles(held[rank], keys, starts) for keys in held]
+    others = [document_tiles(queries, held[rank], starts) for queries in held]
+    return Plan(tiles, [used(of_rank) for of_rank in others], [used(of_rank) for of_rank in tiles])
+
+
+def bring_used_keys(plan, kv, group):
+    """As around_the_ring. In step s a rank sends to the rank s after it the keys used there."""
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    arrived = kv
+    for step in range(1, n):
+        user, owner = (rank + step) % n, (rank - step) % n
+        sent, places = kv[plan.used_by[user]], plan.used_of[owner]
+        receive = start_messages(sent, user, torch.empty_like(kv[places]), owner, group)
+        yield (owner + 1) % n, arrived
+        arrived = torch.zeros_like(kv)  # no tile reads what stays zero
+        arrived[places] = receive()
+    yield (rank + 1) % n, arrived
+
+
+class SendHome:
+    """As pass_on, for gradients: those of step s go to the rank s before, which adds them up."""
+
+    def __init__(self, plan):
+        self.plan, self.step, self.total = plan, 0, None
+
+    def __call__(self, dkv, group):
+        rank, n = dist.get_rank(group), dist.get_world_size(group)
+        if self.step == 0:  # at home already
+            self.total = dkv
+        user, owner = (rank + self.step) % n, (rank - self.step) % n
+        sent, places = dkv[self.plan.used_of[owner]], self.plan.used_by[user]
+        receive = start_messages(sent, owner, torch.empty_like(dkv[places]), user, group)
+        self.step = (self.step + 1) % n
+
+        def wait():
+            self.total[places] += receive()
+            return torch.zeros_like(self.total) if self.step else self.total  # for the next tiles; the end
+
+        return wait
+
+
+# --- mistakes that would be silent: refused
+
+
+def check_starts(starts, q, n):
+    if len(starts) != len(q) or starts.shape[1] > n * q.shape[2]:
+        found = f"starts {tuple(starts.shape)} with q {tuple(q.shape)} on {n} ranks"
+        raise ValueError(f"{found}: give starts (B, T) of the whole batch, as to positions()")
+
+
+# --- for model.py's GPT ---
+
+
+def parallelize_documents(model, group, kind="ring", **options):
+    """As parallelize_context, for a model that is called with starts. Kind gather is a ring, too:
+    each rank uses other keys, and an all-gather sends the same to all."""
+    kind = "ring" if kind == "gather" else kind
+    return parallelize_context(model, group, kind, ring=DocumentRing, **options)
+
+
+# --- demo ---
+
+import context_parallel
+import harness
+
+
+def main():
+    """The training loop is context_parallel.py's, with a DocumentRing."""
+    context_parallel.main(__doc__, documents="<|endoftext|>")
+
+
+if __name__ == "__main__":
+    harness.script(main)
