@@ -167,7 +167,8 @@ def bring_used_keys(plan, kv, group):
         sent, places = kv[plan.used_by[user]], plan.used_of[owner]
         receive = start_messages(sent, user, torch.empty_like(kv[places]), owner, group)
         yield (owner + 1) % n, arrived
-        arrived = torch.zeros_like(kv)  # no tile reads what stays zero
+        if arrived is kv:
+            arrived = torch.zeros_like(kv)  # for all steps: tiles read only what has arrived
         arrived[places] = receive()
     yield (rank + 1) % n, arrived
 
@@ -189,7 +190,11 @@ class SendHome:
 
         def wait():
             self.total[places] += receive()
-            return torch.zeros_like(self.total) if self.step else self.total  # for the next tiles; the end
+            if self.step == 0:
+                total, self.total = self.total, None  # else the graph of autograd would hold it
+                return total
+            # More tiles follow. Sums for other ranks' keys begin at zero
+            return torch.zeros_like(dkv) if dkv is self.total else dkv.zero_()
 
         return wait
 

@@ -1,13 +1,8 @@
 """context_parallel.py against one process, PyTorch's attention and the formulas of its bytes."""
 
 import contextlib
-import copy
-import dataclasses
-import inspect
-import itertools
 import json
 import math
-import random
 from types import SimpleNamespace
 from unittest import mock
 
@@ -15,36 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from reference import CONFIGS, batch, case
+from reference import case
 
 import context_parallel as cp
 import model as gpt
-from harness import initialize
+import packed_documents as pd
 from receipts import context_parallel as long_context
-
-ODD = dataclasses.replace(CONFIGS["gpt2"], context=13)
-
-
-def test_the_usage_block_of_parallelize_runs_as_printed(ranks):
-    def run(kind):
-        tokens, targets, _, count = batch(0, context=13)
-        group, whole = dist.group.WORLD, initialize.build(ODD, 7, dtype=torch.float64)
-        names = dict(vars(cp), group=group, kind=kind, T=13, target_count=count)
-        names |= dict(tokens=tokens, targets=targets, model=copy.deepcopy(whole))
-        lines = inspect.getdoc(cp.parallelize_context).splitlines()
-        exec("\n".join(line[4:] for line in lines if line.startswith("    ")), names)
-        loss = whole(tokens, torch.arange(13), targets=targets, target_count=count)
-        loss.backward()
-        for ours, theirs in zip(names["model"].parameters(), whole.parameters()):
-            dist.all_reduce(ours.grad)
-            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-10, atol=1e-12)
-
-    def work(rank):
-        for kind in ("ring", "ulysses"):
-            with case(kind):
-                run(kind)
-
-    ranks(4, work)
 
 
 def test_every_token_is_somewhere_once():
@@ -69,7 +40,7 @@ def attention(rank, way, world, size, length, seed, dtype, starts=None):
         name = None if way == "plain tiles" else way
         with mock.patch.object(cp, "fused_kernel", lambda q: name), efficient_kernels():
             return attention(rank, "ring", world, size, length, seed, dtype, starts)
-    core = make_core(way, world)
+    core = make_core(way, world, cp.Ring if starts is None else pd.DocumentRing)
     where = core.positions(length, starts=starts)
     padded = [F.pad(t, (0, 0, 0, world * len(where) - length)) for t in inputs(size, length, seed)]
     q, k, v, grad = (t[:, :, where].to(dtype).contiguous() for t in padded)
@@ -109,7 +80,7 @@ def efficient_kernels():
         yield
 
 
-def make_core(way, world):
+def make_core(way, world, ring):
     group = dist.group.WORLD
     if way == "gather":
         return cp.Gather(group)
@@ -117,8 +88,8 @@ def make_core(way, world):
         return cp.Ulysses(group, gpt.AttentionCore())
     if way == "ring-ulysses":
         rings, heads = long_context.subgroups(*long_context.grid(way, world))
-        return cp.Ulysses(heads, cp.Ring(rings))
-    return cp.Ring(group, zigzag=way != "contiguous")
+        return cp.Ulysses(heads, ring(rings))
+    return ring(group, zigzag=way != "contiguous")
 
 
 def inputs(size, length, seed):
@@ -187,14 +158,18 @@ def test_equals_scaled_dot_product_attention(ranks, world):
 
 
 def test_the_plain_ring_equals_scaled_dot_product_attention(ranks):
-    whole = inputs((2, 3, 3, 8), 12, 0)[:3]
-    expected = F.scaled_dot_product_attention(*whole, is_causal=True)
+    """Its gradients, too."""
 
     def work(rank):
-        part = [t.chunk(4, dim=2)[rank] for t in whole]
-        return cp.plain_ring_attention(*part, dist.group.WORLD)
+        q, k, v, grad = (t.chunk(4, dim=2)[rank] for t in inputs((2, 3, 3, 8), 12, 0))
+        parts = [t.clone().requires_grad_() for t in (q, k, v)]
+        out = cp.PlainRingAttention.apply(*parts, dist.group.WORLD)
+        out.backward(grad)
+        return [out.detach(), *(t.grad for t in parts)]
 
-    torch.testing.assert_close(torch.cat(ranks(4, work), dim=2), expected, rtol=1e-10, atol=1e-12)
+    ours = [torch.cat(parts, dim=2) for parts in zip(*ranks(4, work), strict=True)]
+    for a, b in zip(ours, plain((2, 3, 3, 8), 12, 0), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
 def test_half_precision_is_as_exact_as_flash_attention(ranks):
@@ -215,150 +190,11 @@ def test_half_precision_is_as_exact_as_flash_attention(ranks):
                 assert (a.double() - e).norm() <= 1.5 * (b.double() - e).norm()
 
 
-# Lengths of documents, a row each: of one token, over all ranks, ending where a rank's tokens end
-LENGTHS = [[1, 15, 1, 1, 30, 16], [64], [16, 47, 1]]
-DOCUMENTS = [
-    (slice(row, row + 1), end - length, end)
-    for row, lengths in enumerate(LENGTHS)
-    for length, end in zip(lengths, itertools.accumulate(lengths))
-]
-
-
-def starts_of(rows):
-    rows = [zip(lengths, itertools.accumulate(lengths)) for lengths in rows]
-    return torch.tensor([[end - n for n, end in row for _ in range(n)] for row in rows])
-
-
-def test_documents_are_each_alone(ranks):
-    """And each of two planted bugs is seen: a document that sees a token too much or too little."""
-    size, starts = (3, 4, 2, 8), starts_of(LENGTHS)
-    ways = (*cp.KINDS, "contiguous", "plain tiles", "efficient")
-
-    def work(rank):
-        found = []
-        for way in ways:
-            with case(way):
-                found.append(attention(rank, way, 4, size, 64, 7, torch.float64, starts))
-        for off in ((starts - 1).clamp(min=0), torch.where(starts > 0, starts + 1, 0)):
-            with mock.patch.object(cp, "find_tiles", off_by_one(off)):
-                cp.ring_tiles.cache_clear()
-                found.append(attention(rank, "ring", 4, size, 64, 7, torch.float64, starts))
-        return found
-
-    expected = plain(size, 64, 7, documents=DOCUMENTS)
-    *right, late, early = zip(*ranks(4, work), strict=True)
-    for way, parts in zip(ways, right, strict=True):
-        with case(way):
-            for ours, theirs in zip(whole(parts, 64), expected):
-                torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
-    for parts in (late, early):
-        assert all((a - b).abs().max() > 1e-3 for a, b in zip(whole(parts, 64), expected))
-
-
-def off_by_one(starts):
-    """find_tiles with other borders between documents."""
-    find = cp.find_tiles
-    borders = [[*row.unique().tolist(), starts.shape[1]] for row in starts]
-    return lambda own, others, size, _: find(own, others, size, borders)
-
-
-def test_documents_send_the_keys_that_tiles_use(ranks):
-    """No others, in any batch. Planted: one key too few, a gradient that is not added."""
-    rng = random.Random(5)
-    for ring in (1, 2, 3, 8):
-        for rows, total in ((1, 9), (3, 100), (2, 256)):
-            starts, length = starts_of(random_documents(rng, rows, total)), 8 * ring
-            length *= math.ceil(total / length)
-            held = [cp.used_keys(rank, ring, length, True, starts) for rank in range(ring)]
-            for rank, (given, taken) in enumerate(held):
-                tiles = cp.ring_tiles(rank, ring, length, starts=starts)
-                for other in range(ring):
-                    used = torch.zeros(rows, length // ring, dtype=torch.bool)
-                    for tile in tiles[other] if other != rank else ():
-                        used[tile.rows, tile.keys] = True
-                    where = taken[other]
-                    assert torch.equal(torch.stack(where[1::2], dim=1), used.nonzero())
-                    for ours, theirs in zip(taken[other][1::2], held[other][0][rank][1::2]):
-                        assert torch.equal(ours, theirs)
-
-    page = starts_of([long_context.LENGTHS])  # docs/learn/long-sequences.md has the figure
-    given = [cp.used_keys(rank, 4, 256, True, page)[0] for rank in range(4)]
-    sent = sum(len(rows) for of_rank in given for _, rows, *_ in of_rank)
-    assert sent / (3 * 256) == pytest.approx(0.52, abs=0.005)
-
-    size, starts = (3, 4, 2, 8), starts_of(LENGTHS)
-    used_keys, receive = cp.used_keys, cp.DirectBuffer.receive
-
-    def one_less(*where):
-        return [
-            [(whole, rows[1:], heads, tokens[1:]) for whole, rows, heads, tokens in of_rank]
-            for of_rank in used_keys(*where)
-        ]
-
-    def forget(buffer):
-        if not buffer.home:
-            return receive(buffer)
-        own = buffer.own.clone()
-        receive(buffer)
-        buffer.own.copy_(own)
-
-    def work(rank):
-        found = []
-        for place, name, bug in ((cp, "used_keys", one_less), (cp.DirectBuffer, "receive", forget)):
-            with mock.patch.object(place, name, bug):
-                found.append(attention(rank, "ring", 4, size, 64, 7, torch.float64, starts))
-        return found
-
-    expected = plain(size, 64, 7, documents=DOCUMENTS)
-    too_few, forgotten = (whole(parts, 64) for parts in zip(*ranks(4, work), strict=True))
-    assert all((a - b).abs().max() > 1e-3 for a, b in zip(too_few, expected))
-    off = [(a - b).abs().max().item() > 1e-3 for a, b in zip(forgotten, expected)]
-    assert off == [False, False, True, True]
-
-
-def random_documents(rng, rows, total):
-    """Lengths of documents that fill rows of `total` tokens."""
-    found = []
-    for _ in range(rows):
-        lengths = []
-        while sum(lengths) < total:
-            lengths.append(min(int(rng.lognormvariate(2, 1.5)) + 1, total - sum(lengths)))
-        found.append(lengths)
-    return found
-
-
-def test_documents_compute_their_own_pairs_only_and_evenly():
-    """A zigzag's two chunks fail, where one document is long."""
-    rng = random.Random(3)
-    for _ in range(20):
-        lengths, total = [rng.randrange(600, 900)], 1024
-        while sum(lengths) < total:
-            lengths.append(min(int(rng.lognormvariate(3, 1.5)) + 1, total - sum(lengths)))
-        rng.shuffle(lengths)
-        starts = starts_of([lengths])
-        for ring in (2, 4, 8):
-            tiles = [cp.ring_tiles(rank, ring, total, starts=starts) for rank in range(ring)]
-            assert sum(map(long_context.work, tiles)) == sum(n * (n + 1) // 2 for n in lengths)
-            assert max(long_context.shares(tiles)) < 1.1
-    starts = starts_of([[600, *[8] * 53]])
-    zigzag = [cp.held_positions(total, rank, 8) for rank in range(8)]
-    pairs = [(where + 1 - starts[0, where]).sum().item() for where in zigzag]
-    assert max(pairs) > 2 * sum(pairs) / 8
-
-
-def test_dealing_two_chunks_of_one_document_makes_a_zigzag(monkeypatch):
-    for ring in (1, 2, 5, 8):
-        with monkeypatch.context() as patch:
-            patch.setattr(cp, "chunks_of_rank", lambda *_: 2)
-            dealt = cp.deal_chunks(16 * ring, ring, starts=starts_of([[16 * ring]]))
-        assert dealt == cp.deal_chunks(16 * ring, ring)
-
-
 def test_work_is_even_in_a_zigzag_only(ranks):
     """By the tiles, and by the calls of the kernel: tiles that are masked are skipped."""
 
     def work(zigzag, ring):
-        tiles = [cp.ring_tiles(rank, ring, 8 * ring, zigzag) for rank in range(ring)]
+        tiles = [cp.ring_tiles(rank, ring, 8, zigzag) for rank in range(ring)]
         return [long_context.work(of_rank) for of_rank in tiles]
 
     for ring in (2, 3, 4, 8):

@@ -11,10 +11,10 @@ from tops import in_one_file
 
 TECHNIQUES = ["collectives", "ddp", "parameter_server", "zero", "fsdp"]
 TECHNIQUES += ["tensor_parallel", "sequence_parallel", "pipeline", "zero_bubble", "dualpipe"]
-TECHNIQUES += ["context_parallel", "expert_parallel", "muon", "diloco"]
+TECHNIQUES += ["context_parallel", "packed_documents", "expert_parallel", "muon", "diloco"]
 # Lessons whose tops build on the one before
 BUILDS_ON = {"fsdp": "zero", "sequence_parallel": "tensor_parallel", "zero_bubble": "pipeline"}
-BUILDS_ON["dualpipe"] = "zero_bubble"
+BUILDS_ON |= {"dualpipe": "zero_bubble", "packed_documents": "context_parallel"}
 OTHERS = [
     "README.md",
     "LICENSE",
@@ -64,7 +64,7 @@ CEILINGS = {
 }
 DEMO = "# --- demo ---"
 # Demos that a lesson runs for another one: `ddp.py --sync server`, and fsdp.py's
-HANDED_OVER = {"zero.demo", "parameter_server.demo", "pipeline.main"}
+HANDED_OVER = {"zero.demo", "parameter_server.demo", "pipeline.main", "context_parallel.main"}
 
 
 def files():

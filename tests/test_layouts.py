@@ -370,8 +370,8 @@ all shards equal: harness.placement:placement
 shared kv-heads counted twice: zero:parts_of_norm
     , *placed(p, "partial", ())] -> ]
     grouped --tp 4 --zero 1 -> step 1, the norm ->
-gradients of keys never come home: context_parallel:DirectBuffer.receive
-    += self.incoming -> += 0
+gradients of keys never come home: packed_documents:SendHome.__call__
+    += receive() -> += receive() * 0
     docs --cp 2 -> step 1, backward -> attn.qkv.weight: off by
 bias on every rank: tensor_parallel:RowParallelLinear.forward
     self.weight)) -> self.weight, self.bias))\n    return y

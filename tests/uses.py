@@ -30,7 +30,7 @@ from torch.distributed import group
 from torch.utils.checkpoint import checkpoint
 
 TOPS = "collectives ddp zero fsdp tensor_parallel sequence_parallel pipeline zero_bubble"
-TOPS += " dualpipe context_parallel expert_parallel muon diloco"
+TOPS += " dualpipe context_parallel packed_documents expert_parallel muon diloco"
 WAYS = {
     "naive": dict(bucket_bytes=0, overlap=False),
     "bucketed": dict(bucket_bytes=800, overlap=False),

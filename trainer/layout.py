@@ -216,16 +216,12 @@ def cp_shape(args, heads=0):
     return long_context.grid(args.cp_kind, args.cp, args.cp_rings, heads)
 
 
-def is_zigzag(args):
-    """Whether a rank of n holds chunks i and 2 n - 1 - i, so that causal work is even."""
-    return args.cp > 1 and args.cp_kind != "ulysses"
-
-
 def token_unit(args):
     """What a sequence is padded to a multiple of: context parallelism deals out chunks of one size,
     sequence parallelism splits each rank's tokens evenly."""
     ring = packed_documents.DocumentRing if args.documents else context_parallel.Ring
-    chunks = args.cp * (ring.chunks if is_zigzag(args) else 1)
+    in_ring = args.cp > 1 and args.cp_kind != "ulysses"
+    chunks = args.cp * ring.chunks if in_ring else args.cp
     return math.lcm(chunks, args.cp * args.tp if args.sp else 1)
 
 
@@ -233,9 +229,9 @@ def positions(args, length, rank, starts=None):
     """The positions of a sequence that a context-parallel rank holds, padding at the end. starts:
     of documents, see packed_documents.py."""
     padded = length + -length % token_unit(args)
-    n, ulysses = cp_shape(args)
-    if starts is None:
-        held = context_parallel.held_positions(padded, rank // ulysses, n, is_zigzag(args))
+    n, ulysses = cp_shape(args)  # of kind ulysses n is 1: one rank holds consecutive tokens
+    if starts is None or n == 1:
+        held = context_parallel.held_positions(padded, rank // ulysses, n, zigzag=n > 1)
     else:
-        held = packed_documents.deal_tokens(padded, n, starts, is_zigzag(args))[rank // ulysses]
+        held = packed_documents.deal_tokens(padded, n, starts)[rank // ulysses]
     return held.chunk(ulysses)[rank % ulysses]

@@ -5,7 +5,6 @@ import functools
 
 import torch.distributed as dist
 
-import context_parallel
 import dualpipe
 import harness
 import packed_documents

@@ -1,0 +1,182 @@
+"""packed_documents.py against attention in each document alone, and what it sends."""
+
+import itertools
+import math
+import random
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from reference import case
+from test_context_parallel import attention, inputs, plain, whole
+
+import context_parallel as cp
+import packed_documents as pd
+from receipts import context_parallel as long_context
+
+# Lengths of documents, a row each: of one token, over all ranks, ending where a rank's tokens end
+LENGTHS = [[1, 15, 1, 1, 30, 16], [64], [16, 47, 1]]
+DOCUMENTS = [
+    (slice(row, row + 1), end - length, end)
+    for row, lengths in enumerate(LENGTHS)
+    for length, end in zip(lengths, itertools.accumulate(lengths))
+]
+
+
+def starts_of(rows):
+    rows = [zip(lengths, itertools.accumulate(lengths)) for lengths in rows]
+    return torch.tensor([[end - n for n, end in row for _ in range(n)] for row in rows])
+
+
+def test_documents_are_each_alone(ranks):
+    """And each of two planted bugs is seen: a document that sees a token too much or too little."""
+    size, starts = (3, 4, 2, 8), starts_of(LENGTHS)
+    ways = ("ring", "ulysses", "ring-ulysses", "contiguous", "plain tiles", "efficient")
+
+    def work(rank):
+        found = []
+        for way in ways:
+            with case(way):
+                found.append(attention(rank, way, 4, size, 64, 7, torch.float64, starts))
+        for off in ((starts - 1).clamp(min=0), torch.where(starts > 0, starts + 1, 0)):
+            pd.find_plan.cache_clear()
+            with mock.patch.object(pd, "document_tiles", off_by_one(off)):
+                found.append(attention(rank, "ring", 4, size, 64, 7, torch.float64, starts))
+        return found
+
+    expected = plain(size, 64, 7, documents=DOCUMENTS)
+    *right, late, early = zip(*ranks(4, work), strict=True)
+    for way, parts in zip(ways, right, strict=True):
+        with case(way):
+            for ours, theirs in zip(whole(parts, 64), expected):
+                torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    for parts in (late, early):
+        assert all((a - b).abs().max() > 1e-3 for a, b in zip(whole(parts, 64), expected))
+
+
+def off_by_one(starts):
+    """document_tiles with other borders between documents."""
+    find = pd.document_tiles
+    return lambda queries, keys, _: find(queries, keys, starts)
+
+
+def test_documents_send_the_keys_that_tiles_use(ranks):
+    """No others, in any batch. Planted: one key too few, a gradient that is not added."""
+    rng = random.Random(5)
+    for ring in (1, 2, 3, 8):
+        for rows, total in ((1, 9), (3, 100), (2, 256)):
+            starts, tokens = starts_of(random_documents(rng, rows, total)), 8
+            tokens *= math.ceil(total / (tokens * ring))
+            plans = [pd.find_plan(rank, ring, tokens, True, starts) for rank in range(ring)]
+            for rank, plan in enumerate(plans):
+                for other in range(ring):
+                    used = torch.zeros(rows, tokens, dtype=torch.bool)
+                    for tile in plan.tiles[other] if other != rank else ():
+                        used[tile.rows, tile.keys] = True
+                    where = plan.used_of[other]
+                    assert torch.equal(torch.stack(where[1::2], dim=1), used.nonzero())
+                    for ours, theirs in zip(where[1::2], plans[other].used_by[rank][1::2]):
+                        assert torch.equal(ours, theirs)
+
+    page = starts_of([long_context.LENGTHS])  # docs/learn/long-sequences.md has the figure
+    plans = [pd.find_plan(rank, 4, 64, True, page) for rank in range(4)]
+    sent = sum(len(rows) for plan in plans for _, rows, *_ in plan.used_by)
+    assert sent / (3 * 256) == pytest.approx(0.52, abs=0.005)
+
+    size, starts = (3, 4, 2, 8), starts_of(LENGTHS)
+    find_plan, send_home = pd.find_plan, pd.SendHome.__call__
+
+    def one_less(*where):
+        plan = find_plan(*where)
+
+        def rest(of_ranks):
+            return [(every, rows[1:], heads, keys[1:]) for every, rows, heads, keys in of_ranks]
+
+        return plan._replace(used_by=rest(plan.used_by), used_of=rest(plan.used_of))
+
+    def forget(self, dkv, group):
+        wait = send_home(self, dkv, group)
+
+        def forgotten():
+            before = self.total.clone()
+            result = wait()
+            self.total.copy_(before)
+            return result
+
+        return forgotten
+
+    def work(rank):
+        found = []
+        for place, name, bug in ((pd, "find_plan", one_less), (pd.SendHome, "__call__", forget)):
+            with mock.patch.object(place, name, bug):
+                found.append(attention(rank, "ring", 4, size, 64, 7, torch.float64, starts))
+        return found
+
+    expected = plain(size, 64, 7, documents=DOCUMENTS)
+    too_few, forgotten = (whole(parts, 64) for parts in zip(*ranks(4, work), strict=True))
+    assert all((a - b).abs().max() > 1e-3 for a, b in zip(too_few, expected))
+    off = [(a - b).abs().max().item() > 1e-3 for a, b in zip(forgotten, expected)]
+    assert off == [False, False, True, True]
+
+
+def test_the_plain_form_is_attention_within_documents(ranks):
+    """Of any cut; its gradients, too."""
+    size, starts = (3, 4, 4, 8), starts_of(LENGTHS)
+    held = torch.randperm(64, generator=torch.Generator().manual_seed(1)).view(4, 16)
+
+    def work(rank):
+        q, k, v, grad = (t[:, :, held[rank]] for t in inputs(size, 64, 7))
+        parts = [t.clone().requires_grad_() for t in (q, k, v)]
+        out = pd.plain_document_attention(*parts, starts, held, dist.group.WORLD)
+        out.backward(grad)
+        return held[rank], [out.detach(), *(t.grad for t in parts)]
+
+    expected = plain(size, 64, 7, documents=DOCUMENTS)
+    for ours, theirs in zip(whole(ranks(4, work), 64), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def random_documents(rng, rows, total):
+    """Lengths of documents that fill rows of `total` tokens."""
+    found = []
+    for _ in range(rows):
+        lengths = []
+        while sum(lengths) < total:
+            lengths.append(min(int(rng.lognormvariate(2, 1.5)) + 1, total - sum(lengths)))
+        found.append(lengths)
+    return found
+
+
+def test_documents_compute_their_own_pairs_only_and_evenly():
+    """A zigzag's two chunks fail, where one document is long."""
+    rng = random.Random(3)
+    for _ in range(20):
+        lengths, total = [rng.randrange(600, 900)], 1024
+        while sum(lengths) < total:
+            lengths.append(min(int(rng.lognormvariate(3, 1.5)) + 1, total - sum(lengths)))
+        rng.shuffle(lengths)
+        starts = starts_of([lengths])
+        for ring in (2, 4, 8):
+            plans = [pd.find_plan(rank, ring, total // ring, True, starts) for rank in range(ring)]
+            tiles = [plan.tiles for plan in plans]
+            assert sum(map(long_context.work, tiles)) == sum(n * (n + 1) // 2 for n in lengths)
+            assert max(long_context.shares(tiles)) < 1.1
+    starts = starts_of([[600, *[8] * 53]])
+    zigzag = [cp.held_positions(total, rank, 8) for rank in range(8)]
+    pairs = [(where + 1 - starts[0, where]).sum().item() for where in zigzag]
+    assert max(pairs) > 2 * sum(pairs) / 8
+
+
+def test_dealing_two_chunks_of_one_document_makes_a_zigzag(monkeypatch):
+    monkeypatch.setattr(pd.DocumentRing, "chunks", 2)
+    for ring in (1, 2, 5, 8):
+        dealt = pd.deal_tokens(16 * ring, ring, starts_of([[16 * ring]]))
+        zigzag = [cp.held_positions(16 * ring, rank, ring) for rank in range(ring)]
+        assert torch.equal(dealt, torch.stack(zigzag))
+
+
+def test_the_script_proves_itself(script):
+    flags = "--nproc 3 --steps 2 --dtype float64 --layers 2 --context 100 --quiet"
+    code, said = script("packed_documents", flags)
+    assert code == 0, said
