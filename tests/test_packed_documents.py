@@ -99,9 +99,9 @@ def test_documents_send_the_keys_that_tiles_use(ranks):
         wait = send_home(self, dkv, group)
 
         def forgotten():
-            before = self.total.clone()
+            total, before = self.total, self.total.clone()
             result = wait()
-            self.total.copy_(before)
+            total.copy_(before)
             return result
 
         return forgotten
