@@ -30,7 +30,6 @@ Sanders, Speck and Traeff 2009 (two trees).
 
 import copy
 import functools
-import math
 
 import torch
 import torch.distributed as dist
@@ -52,17 +51,18 @@ def plain_ring_all_reduce(x, group=None):
     n, rank = dist.get_world_size(group), dist.get_rank(group)
     left, right = (rank - 1) % n, (rank + 1) % n
     chunks = x.view(-1).tensor_split(n)
-    # Reduce-scatter: each step passes a partial sum to the left. After the last step chunk `rank`
-    # is complete here
+    # Reduce-scatter: chunk c starts at rank c-1 and is passed to the left until it reaches rank c.
+    # Every rank on its way adds its own part. In the end chunk `rank` is complete here
     for step in range(n - 1):
-        passed_on = chunks[(rank + step + 1) % n]
-        added_to = chunks[(rank + step + 2) % n]
+        passed_on = chunks[(rank + step + 1) % n]  # the sum of step + 1 ranks
+        added_to = chunks[(rank + step + 2) % n]  # the next step passes it on
         arriving = torch.empty_like(added_to)
         send_recv(passed_on, left, arriving, right, group)
         added_to.add_(arriving)
     # All-gather: each step passes a complete chunk to the left
     for step in range(n - 1):
-        send_recv(chunks[(rank + step) % n], left, chunks[(rank + step + 1) % n], right, group)
+        passed_on, arriving = chunks[(rank + step) % n], chunks[(rank + step + 1) % n]
+        send_recv(passed_on, left, arriving, right, group)
 
 
 def send_recv(sent, to, received, source, group):
@@ -76,12 +76,12 @@ def send_recv(sent, to, received, source, group):
         work.wait()
 
 
-# --- a round of messages between any of the ranks
+# --- what all others are built from: a round of messages
 
 
-class RankView:
-    """The group as one rank sees it: its own number, and rounds of messages with the others. The
-    number is that in the group, or in a view made by `among` the place in `members`."""
+class Communicator:
+    """Some ranks of a group, numbered 0 to size-1, and rounds of messages between them. All that
+    follows knows ranks by these numbers, so it runs on a group and on any part of it alike."""
 
     def __init__(self, group=None):
         self.group = group or dist.group.WORLD
@@ -89,13 +89,13 @@ class RankView:
         if self.rank < 0:  # else its loops would do nothing, silently
             raise ValueError("this rank is not in the group: only members may call its collectives")
         self.size = dist.get_world_size(self.group)
-        self.members = range(self.size)  # rank in this view -> rank in the group
+        self.members = range(self.size)  # members[i]: the rank in the group of rank i here
 
-    def among(self, members):
-        """The view of some of the ranks, numbered in the order of `members`."""
+    def among(self, ranks):
+        """The communicator of these ranks of this one, renumbered in this order."""
         part = copy.copy(self)
-        part.members = [self.members[rank] for rank in members]
-        part.rank, part.size = members.index(self.rank), len(members)
+        part.members = [self.members[rank] for rank in ranks]
+        part.rank, part.size = ranks.index(self.rank), len(ranks)
         return part
 
     @torch.no_grad()
@@ -103,19 +103,19 @@ class RankView:
         """One round: start all its messages at once, then wait for all.
 
         send, receive: {rank: contiguous tensor}. A tensor that a rank sends to itself is copied.
-        combine(a, b, out=a) merges b, which arrives, into a, the tensor in `receive`: torch.add or
-        torch.maximum, for example. Without combine b overwrites a."""
-        arrived = {}
-        for rank, t in receive.items():
-            arrived[rank] = torch.empty_like(t) if combine else t
-        if self.rank in send:
-            arrived[self.rank].copy_(send[self.rank])
+        Without combine, what arrives overwrites the tensor in `receive`. With it, for example
+        torch.add, combine(tensor, arrived, out=tensor)."""
+        arrived = receive
+        if combine:
+            arrived = {rank: torch.empty_like(t) for rank, t in receive.items()}
         messages = []
         for operation, tensors in ((dist.isend, send), (dist.irecv, arrived)):
             for rank, t in tensors.items():
                 if rank != self.rank and t.numel() > 0:
                     peer = self.members[rank]
                     messages.append(dist.P2POp(operation, t, group=self.group, group_peer=peer))
+        if self.rank in send:
+            arrived[self.rank].copy_(send[self.rank])
         if messages:
             for work in dist.batch_isend_irecv(messages):
                 work.wait()
@@ -124,55 +124,57 @@ class RankView:
                 combine(t, arrived[rank], out=t)
 
 
-# --- the same two loops for any operator, and for parts of a group (hierarchical_all_reduce)
+# --- the plain form's two loops, for any operator and any ranks
 #
 # In all that follows x is flat, and changes in place. "Sum" and "add" stand for any operator.
 
 
-def ring_all_reduce(view, x, combine):
+def ring_all_reduce(comm, x, combine):
     """Every rank gets the sum. All links of the ring are busy all the time."""
-    chunks = x.tensor_split(view.size)
-    ring_reduce_scatter(view, chunks, combine)
-    ring_all_gather(view, chunks)
+    chunks = x.tensor_split(comm.size)
+    ring_reduce_scatter(comm, chunks, combine)
+    ring_all_gather(comm, chunks)
 
 
-def ring_reduce_scatter(view, chunks, combine):
-    """Chunk r starts at rank r-1 and is passed left until it reaches rank r. Every rank on the way
-    adds its own part. In the end only chunk r is a full sum."""
-    n, rank = view.size, view.rank
+def ring_reduce_scatter(comm, chunks, combine):
+    """Rank r ends with the sum of chunk r. Its other chunks are partial sums then."""
+    n, rank = comm.size, comm.rank
     left, right = (rank - 1) % n, (rank + 1) % n
     for step in range(n - 1):
-        passed_on = chunks[(rank + step + 1) % n]  # the sum of step + 1 ranks
-        added_to = chunks[(rank + step + 2) % n]  # the next step passes it on
-        view.exchange({left: passed_on}, {right: added_to}, combine)
+        passed_on, added_to = chunks[(rank + step + 1) % n], chunks[(rank + step + 2) % n]
+        comm.exchange({left: passed_on}, {right: added_to}, combine)
 
 
-def ring_all_gather(view, chunks):
-    """Rank r starts with chunk r. Every round passes on the chunk of the round before."""
-    n, rank = view.size, view.rank
+def ring_all_gather(comm, chunks):
+    """Rank r starts with chunk r and ends with all."""
+    n, rank = comm.size, comm.rank
     left, right = (rank - 1) % n, (rank + 1) % n
     for step in range(n - 1):
         passed_on, arriving = chunks[(rank + step) % n], chunks[(rank + step + 1) % n]
-        view.exchange({left: passed_on}, {right: arriving})
+        comm.exchange({left: passed_on}, {right: arriving})
 
 
-# --- the binomial tree: in each round, each rank that has x tells one more
+# --- the two shortest: all to one, and all to all
 
 
-def binomial_tree(view, x, root):
-    """For each round what this rank sends and what it receives, as `exchange` takes them. With 8
-    ranks and root 0: 0 -> 4, then 0 -> 2 and 4 -> 6, then 0 -> 1, 2 -> 3, 4 -> 5 and 6 -> 7. That
-    is log2 N rounds. A loop at the root would take N-1."""
-    place = (view.rank - root) % view.size  # the root is at place 0
-    rounds = []
-    for distance in reversed(powers_of_two(view.size)):
-        child, parent = {}, {}
-        if place % (2 * distance) == 0 and place + distance < view.size:
-            child = {(view.rank + distance) % view.size: x}
-        elif place % (2 * distance) == distance:
-            parent = {(view.rank - distance) % view.size: x}
-        rounds.append((child, parent))
-    return rounds
+def server_all_reduce(comm, x, combine):
+    """Rank 0 adds up, in the order of the ranks, and sends the sum to all. The others wait."""
+    is_server = comm.rank == 0
+    clients = {rank: x for rank in range(1, comm.size)} if is_server else {}
+    server = {} if is_server else {0: x}
+    comm.exchange(server, clients, combine)
+    comm.exchange(clients, server)
+
+
+def direct_all_reduce(comm, x, combine):
+    """Each rank sends its whole tensor to all others, and adds up for itself. It holds N S bytes
+    more."""
+    rows = x.new_empty(comm.size, x.numel())
+    comm.exchange({rank: x for rank in range(comm.size)}, dict(enumerate(rows)))
+    x.copy_(functools.reduce(combine, rows))  # in the order of the ranks: the same bits everywhere
+
+
+# --- doubling: in round k the partners are the ranks 2^k apart. log2 N rounds
 
 
 def powers_of_two(n):
@@ -180,133 +182,145 @@ def powers_of_two(n):
     return [1 << i for i in range((n - 1).bit_length())]
 
 
-# --- doubling: in round k the partners are the ranks 2^k apart. log2 N rounds
-
-
-def recursive_doubling_all_reduce(view, x, combine):
+def recursive_doubling_all_reduce(comm, x, combine):
     """The partners swap all that they have, and both add up. So each has the sum of 2 ranks, then
-    of 4, of 8, ... A rank sends S log2 N bytes. N must be a power of two."""
-    for distance in powers_of_two(view.size):
-        partner = view.rank ^ distance
-        view.exchange({partner: x}, {partner: x}, combine)
+    of 4, of 8, ... N must be a power of two."""
+    for distance in powers_of_two(comm.size):
+        partner = comm.rank ^ distance
+        comm.exchange({partner: x}, {partner: x}, combine)
 
 
-def halving_doubling_all_reduce(view, x, combine):
+def halving_doubling_all_reduce(comm, x, combine):
     """The partners cut what they have in two. Each keeps one half and adds the other's copy of it.
     The next round halves what it kept. At the end a rank has 1/N of the sum. The same pairs in
     reverse order hand the halves back. N must be a power of two."""
     current, halvings = x, []
-    for distance in powers_of_two(view.size):
-        partner = view.rank ^ distance
+    for distance in powers_of_two(comm.size):
+        partner = comm.rank ^ distance
         kept, sent = current.tensor_split(2)
-        if view.rank & distance:
+        if comm.rank & distance:
             kept, sent = sent, kept
-        view.exchange({partner: sent}, {partner: kept}, combine)
+        comm.exchange({partner: sent}, {partner: kept}, combine)
         halvings.append((partner, kept, sent))
         current = kept
     for partner, kept, sent in reversed(halvings):
-        view.exchange({partner: kept}, {partner: sent})
+        comm.exchange({partner: kept}, {partner: sent})
 
 
-def with_extra_ranks(algorithm, view, x, combine):
+def with_extra_ranks(algorithm, comm, x, combine):
     """For any N: one of the two algorithms above runs on p ranks, the largest power of two up to N.
-    First rank p+i sends its tensor to rank i, which adds it. Last, rank i sends the sum back."""
-    p = 1 << (view.size.bit_length() - 1)
-    if view.rank >= p:
-        view.exchange({view.rank - p: x}, {}, combine)
-        view.exchange({}, {view.rank - p: x})
+    Before it, rank p+i sends its tensor to rank i, which adds it. After it, rank i sends the sum
+    back."""
+    p = 1 << (comm.size.bit_length() - 1)
+    if comm.rank >= p:
+        comm.exchange({comm.rank - p: x}, {}, combine)
+        comm.exchange({}, {comm.rank - p: x})
         return
-    extra = {view.rank + p: x} if view.rank + p < view.size else {}
-    view.exchange({}, extra, combine)
-    algorithm(view.among(range(p)), x, combine)
-    view.exchange(extra, {})
+    extra = {comm.rank + p: x} if comm.rank + p < comm.size else {}
+    comm.exchange({}, extra, combine)
+    algorithm(comm.among(range(p)), x, combine)
+    comm.exchange(extra, {})
+
+
+# --- rings inside nodes, and across them
+
+
+def hierarchical_all_reduce(comm, x, combine, node_size=None):
+    """For nodes of node_size neighbouring ranks, with fast links inside. node_size divides N.
+
+    Reduce-scatter inside each node. Then each rank has one chunk of its node's sum, and all-reduces
+    it with the ranks at its place in the other nodes: few slow rounds, with 1/node_size of the
+    bytes. Last, all-gather inside each node."""
+    node_size = node_size or (1 if comm.size % 2 else 2)
+    place = comm.rank % node_size
+    inside = comm.among(range(comm.rank - place, comm.rank - place + node_size))
+    across = comm.among(range(place, comm.size, node_size))
+    chunks = x.tensor_split(node_size)
+    ring_reduce_scatter(inside, chunks, combine)
+    ring_all_reduce(across, chunks[place], combine)
+    ring_all_gather(inside, chunks)
 
 
 # --- two trees: a ring's bytes in a tree's rounds
+#
+# Each half of x has a tree of its own. Here with 6 ranks; the second is the first with the ranks in
+# reverse. A rank with children in one tree is a leaf of the other:
+#
+#     first half              second half
+#     0                                 5
+#      `--------- 4         1 ---------'
+#          2 ----' `- 5    0 -' `---- 3
+#         / \                        / \
+#        1   3                      2   4
 
 TREE_PIECE = 1 << 17  # elements, 512 KB of float32: what a double tree sends at a time
 
 
-def double_tree_all_reduce(view, x, combine):
-    """Each half of x has a tree of its own. Its pieces travel up to the root, one behind the other,
-    and are added on the way. Then the sums travel down. A rank with children in one tree is a leaf
-    of the other, so it sends two pieces a round: 2 S bytes in 2 (log2 N + pieces - 1) rounds."""
-    rounds = double_tree(view, x)
+def double_tree_all_reduce(comm, x, combine):
+    """Pieces of each half travel up to the root, one behind the other, and are added on the way.
+    Then the sums travel down. A rank sends at most two pieces per round, in all 2 S bytes in
+    2 (log2 N + pieces - 1) rounds."""
+    rounds = double_tree(comm, x)
     for children, parents in rounds:
-        view.exchange(parents, children, combine)
+        comm.exchange(parents, children, combine)
     for children, parents in reversed(rounds):
-        view.exchange(children, parents)
+        comm.exchange(children, parents)
 
 
-def double_tree(view, x):
+def double_tree(comm, x):
     """This rank's (children, parents) in each round of the way up, as {rank: piece of x}."""
-    n, height = view.size, (view.size - 1).bit_length()
+    n, height = comm.size, (comm.size - 1).bit_length()
     first, second = (half.split(TREE_PIECE) for half in x.tensor_split(2))
     rounds = [({}, {}) for _ in range(len(first) + height - 1)]
-    # The rank at each place of a tree (path_to_root). The second tree has the ranks in reverse: a
-    # rank inside one tree is a leaf of the other. If N is odd, rank 0 is the root of both
-    in_order = list(range(n))
-    mirrored = [(n % 2 - 1 - place) % n for place in range(n)]
-    for rank_at, pieces in ((in_order, first), (mirrored, second)):
-        for place in range(1, n):
-            path = path_to_root(place, n)
-            child, parent = rank_at[place], rank_at[path[1]]
-            depth = len(path) - 1
+    for pieces, links in ((first, tree_links(n)), (second, tree_links(n, mirrored=True))):
+        for child, parent, depth in links:
+            if comm.rank not in (child, parent):
+                continue
             # The deepest ranks begin: a parent has a piece a round before it sends it on
             for (children, parents), piece in zip(rounds[height - depth :], pieces):
-                if view.rank == child:
+                if comm.rank == child:
                     parents[parent] = piece
-                if view.rank == parent:
+                else:
                     children[child] = piece
     return rounds
 
 
+def tree_links(n, mirrored=False):
+    """[(child, its parent, its depth)] of the first tree or, mirrored, of the second."""
+    links = []
+    for place in range(1, n):
+        path = path_to_root(place, n)
+        child, parent = place, path[1]
+        if mirrored:  # the ranks in reverse; if n is odd, rank 0 is the root of both
+            child, parent = (n % 2 - 1 - child) % n, (n % 2 - 1 - parent) % n
+        links.append((child, parent, len(path) - 1))
+    return links
+
+
 def path_to_root(place, n):
-    """From `place` to the root, place 0. With 8 places: 0 <- 4 <- {2, 6} <- {1, 3, 5, 7}. With 6
-    there is no place 6, so 5 sends to 4."""
+    """From `place` to the root, place 0. In binary the lowest 1 moves up by one: 001 -> 010 -> 100
+    -> 000. Where there is no such place, it falls away: of 6 places, 101 -> 100 and not 110."""
     path = [place]
     while place:
-        lowest = place & -place  # the lowest bit that is set
-        parent = (place - lowest) | (2 * lowest)  # this bit moves up by one
+        lowest = place & -place
+        parent = (place - lowest) | (2 * lowest)
         place = parent if parent < n else place - lowest
         path.append(place)
     return path
 
 
-# --- three more all-reduces
-
-
-def server_all_reduce(view, x, combine):
-    """Two rounds: rank 0 adds up, in the order of the ranks, and sends the sum to all. It receives
-    and sends (N-1) S bytes, while the others wait."""
-    is_server = view.rank == 0
-    clients = {rank: x for rank in range(1, view.size)} if is_server else {}
-    server = {} if is_server else {0: x}
-    view.exchange(server, clients, combine)
-    view.exchange(clients, server)
-
-
-def direct_all_reduce(view, x, combine):
-    """One round: each rank sends its whole tensor to all others, and adds up for itself. A rank
-    sends (N-1) S bytes, and holds N S bytes more. All together send N (N-1) S."""
-    rows = x.new_empty(view.size, x.numel())
-    view.exchange({rank: x for rank in range(view.size)}, dict(enumerate(rows)))
-    x.copy_(functools.reduce(combine, rows))  # in the order of the ranks: the same bits everywhere
-
-
-def hierarchical_all_reduce(view, x, combine, node=None):
-    """For nodes of `node` neighbouring ranks (it divides N) with fast links inside: reduce-scatter
-    inside; all-reduce with the ranks at the same place of the other nodes, in 2 (N/node - 1) slow
-    rounds with 1/node of the bytes; all-gather inside."""
-    node = node or math.gcd(2, view.size)  # 2 if N is even, else 1
-    place = view.rank % node
-    inside = view.among(range(view.rank - place, view.rank - place + node))
-    across = view.among(range(place, view.size, node))
-    chunks = x.tensor_split(node)
-    ring_reduce_scatter(inside, chunks, combine)
-    ring_all_reduce(across, chunks[place], combine)
-    ring_all_gather(inside, chunks)
-
+# --- all of them
+#
+#                       rounds                    the busiest rank sends   all send together
+# server                2                         (N-1) S                  2 (N-1) S
+# direct                1                         (N-1) S                  N (N-1) S
+# ring                  2 (N-1)                   2 (N-1)/N S              2 (N-1) S
+# recursive-doubling    log2 N                    S log2 N                 N S log2 N
+# halving-doubling      2 log2 N                  2 (N-1)/N S              2 (N-1) S
+# hierarchical          2 (k-1) + 2 (N/k-1)       2 (N-1)/N S              2 (N-1) S
+# double-tree           2 (log2 N + pieces - 1)   2 S                      2 (N-1) S
+#
+# S: the tensor's bytes. k: ranks per node. The doublings where N is a power of two, else S more.
 
 ALGORITHMS = {
     "server": server_all_reduce,
@@ -324,16 +338,16 @@ ALGORITHMS = {
 # All ranks of the group must call the same collectives in the same order, with the same shapes and
 # dtypes. Not checked, here as in torch.distributed: gloo would fill a part of a buffer, or add the
 # bytes of another tensor, silently. Tensors are contiguous and share no memory. The root is given
-# by its rank in the group. `group` is a group or a RankView, for example one that counts messages.
+# by its rank in the group. `group` is a group or a Communicator: the demo's counts its messages.
 
 SUM, PRODUCT = dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT
 MIN, MAX = dist.ReduceOp.MIN, dist.ReduceOp.MAX
 OPERATORS = {SUM: torch.add, PRODUCT: torch.mul, MIN: torch.minimum, MAX: torch.maximum}
 
 
-def view_of(group):
-    """The view of a group, or the view itself where one was given."""
-    return group if isinstance(group, RankView) else RankView(group)
+def communicator_of(group):
+    """The communicator of a group, or the one that was given."""
+    return group if isinstance(group, Communicator) else Communicator(group)
 
 
 @torch.no_grad()
@@ -344,78 +358,94 @@ def all_reduce(tensor, op=SUM, group=None, algorithm="ring", **options):
         all_reduce(gradient)
         all_reduce(x, MAX, group, algorithm="halving-doubling")    # a name of ALGORITHMS
     """
-    ALGORITHMS[algorithm](view_of(group), tensor.view(-1), OPERATORS[op], **options)
+    ALGORITHMS[algorithm](communicator_of(group), tensor.view(-1), OPERATORS[op], **options)
 
 
 def broadcast(tensor, *, group=None, group_src=0):
     """The root's tensor to all, down a binomial tree."""
-    view = view_of(group)
-    for child, parent in binomial_tree(view, tensor, group_src):
-        view.exchange(child, parent)
+    comm = communicator_of(group)
+    for child, parent in binomial_tree(comm, tensor, group_src):
+        comm.exchange(child, parent)
 
 
 @torch.no_grad()
 def reduce(tensor, op=SUM, *, group=None, group_dst=0):
     """The sum of all tensors, into the root's: broadcast's messages backwards. A rank adds its
     children's sums to its own. Only the root's tensor changes."""
-    view = view_of(group)
-    x = tensor if view.rank == group_dst else tensor.clone()
-    for child, parent in reversed(binomial_tree(view, x, group_dst)):
-        view.exchange(parent, child, OPERATORS[op])
+    comm = communicator_of(group)
+    x = tensor if comm.rank == group_dst else tensor.clone()
+    for child, parent in reversed(binomial_tree(comm, x, group_dst)):
+        comm.exchange(parent, child, OPERATORS[op])
+
+
+def binomial_tree(comm, x, root):
+    """For each round what this rank sends and what it receives, as `exchange` takes them. With 8
+    ranks and root 0: 0 -> 4, then 0 -> 2 and 4 -> 6, then 0 -> 1, 2 -> 3, 4 -> 5 and 6 -> 7. That
+    is log2 N rounds. A loop at the root would take N-1."""
+    place = (comm.rank - root) % comm.size  # the root is at place 0
+    rounds = []
+    for distance in reversed(powers_of_two(comm.size)):
+        child, parent = {}, {}
+        if place % (2 * distance) == 0 and place + distance < comm.size:
+            child = {(comm.rank + distance) % comm.size: x}
+        elif place % (2 * distance) == distance:
+            parent = {(comm.rank - distance) % comm.size: x}
+        rounds.append((child, parent))
+    return rounds
 
 
 def scatter(tensor, scatter_list=None, *, group=None, group_src=0):
     """scatter_list[i] of the root into rank i's tensor, straight from the root: a tree would send
     it several times."""
-    view = view_of(group)
-    is_root = view.rank == group_src
-    view.exchange(dict(enumerate(scatter_list)) if is_root else {}, {group_src: tensor})
+    comm = communicator_of(group)
+    is_root = comm.rank == group_src
+    comm.exchange(dict(enumerate(scatter_list)) if is_root else {}, {group_src: tensor})
 
 
 def gather(tensor, gather_list=None, *, group=None, group_dst=0):
     """Rank i's tensor into gather_list[i] of the root."""
-    view = view_of(group)
-    is_root = view.rank == group_dst
-    view.exchange({group_dst: tensor}, dict(enumerate(gather_list)) if is_root else {})
+    comm = communicator_of(group)
+    is_root = comm.rank == group_dst
+    comm.exchange({group_dst: tensor}, dict(enumerate(gather_list)) if is_root else {})
 
 
 @torch.no_grad()
 def all_gather_single(output, input, group=None):
     """Rank i's input into part i of every output. `input` may be its part of `output`."""
-    view = view_of(group)
-    parts = output.view(-1).tensor_split(view.size)
-    parts[view.rank].copy_(input.reshape(-1))
-    ring_all_gather(view, parts)
+    comm = communicator_of(group)
+    parts = output.view(-1).tensor_split(comm.size)
+    parts[comm.rank].copy_(input.reshape_as(parts[comm.rank]))
+    ring_all_gather(comm, parts)
 
 
 @torch.no_grad()
 def reduce_scatter_single(output, input, op=SUM, group=None):
     """The sum of part i of all inputs into rank i's output. `input` stays as it is, unless `output`
     is a part of it."""
-    view = view_of(group)
-    sums = input.flatten().clone().tensor_split(view.size)  # the ring adds in place
-    ring_reduce_scatter(view, sums, OPERATORS[op])
-    output.copy_(sums[view.rank].view(output.shape))
+    comm = communicator_of(group)
+    sums = input.flatten().clone().tensor_split(comm.size)  # the ring adds in place
+    ring_reduce_scatter(comm, sums, OPERATORS[op])
+    output.copy_(sums[comm.rank].view(output.shape))
 
 
 def all_to_all_single(output, input, output_split_sizes=None, input_split_sizes=None, group=None):
     """Part j of rank i's input into part i of rank j's output, in one round. Parts are equal, or
     have as many rows as the split sizes say."""
-    view = view_of(group)
-    outgoing = input.split(input_split_sizes or len(input) // view.size)
-    incoming = output.split(output_split_sizes or len(output) // view.size)
-    view.exchange(dict(enumerate(outgoing)), dict(enumerate(incoming)))
+    comm = communicator_of(group)
+    outgoing = input.split(input_split_sizes or len(input) // comm.size)
+    incoming = output.split(output_split_sizes or len(output) // comm.size)
+    comm.exchange(dict(enumerate(outgoing)), dict(enumerate(incoming)))
 
 
 def barrier(group=None):
     """No rank leaves before all have come. In round k a rank tells the one 2^k further on: log2 N
     rounds (Hensgen, Finkel and Manber 1988)."""
-    view = view_of(group)
-    device = "cuda" if dist.get_backend(view.group) == "nccl" else "cpu"
+    comm = communicator_of(group)
+    device = "cuda" if dist.get_backend(comm.group) == "nccl" else "cpu"
     hello, heard = torch.zeros(2, 1, device=device, dtype=torch.uint8)
-    for distance in powers_of_two(view.size):
-        ahead, behind = (view.rank + distance) % view.size, (view.rank - distance) % view.size
-        view.exchange({ahead: hello}, {behind: heard})
+    for distance in powers_of_two(comm.size):
+        ahead, behind = (comm.rank + distance) % comm.size, (comm.rank - distance) % comm.size
+        comm.exchange({ahead: hello}, {behind: heard})
     heard.item()  # on nccl only the stream has waited so far
 
 
@@ -438,11 +468,11 @@ def demo(run):
     differ = receipt.differences(sys.modules[__name__], run)
     table = receipt.Table(run, TREE_PIECE)
     for name in ALGORITHMS:
-        view = receipt.counting_view(RankView)
+        comm = receipt.counting_communicator(Communicator)
         x = torch.zeros(table.size // 4, device=run.device)
-        options = {"node": table.node} if name == "hierarchical" else {}
-        all_reduce(x, group=view, algorithm=name, **options)
-        table.add_row(name, view.counts)
+        options = {"node_size": table.node} if name == "hierarchical" else {}
+        all_reduce(x, group=comm, algorithm=name, **options)
+        table.add_row(name, comm.counts)
     return table.verdict(differ)
 
 

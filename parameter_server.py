@@ -33,51 +33,52 @@ import torch.distributed as dist
 # --- the plainest form: synchronous. Rank 0 is the server, and a worker too
 
 
+@torch.no_grad()
+def pull(parameters, group):
+    """Copy the server's weights to all ranks. Frozen parameters and buffers are not sent: they must
+    be equal already."""
+    parameters = [p for p in parameters if p.requires_grad]
+    weights = flatten(parameters)
+    if dist.get_rank(group) == 0:
+        for worker in range(1, dist.get_world_size(group)):
+            dist.send(weights, group=group, group_dst=worker)
+    else:
+        dist.recv(weights, group=group, group_src=0)  # over this rank's own
+        for p, weight in zip(parameters, unflatten(weights, parameters)):
+            p.copy_(weight)
+
+
 def push(parameters, group):
     """Add up the gradients of all ranks on rank 0. On the others p.grad becomes None.
 
         for micro_batches, target_count in batches:      # the number of targets of all ranks
-            pull(parameters, group)                      # the server's weights, on all ranks
-            for x, y in micro_batches:
+            pull(parameters, group)
+            for x, y in micro_batches:                   # this rank's
                 loss = cross_entropy(model(x), y, reduction="sum") / target_count
                 loss.backward()
             push(parameters, group)
             if dist.get_rank(group) == 0:
-                optimizer.step()
+                optimizer.step()                         # clip the gradients before it, only here
             optimizer.zero_grad()
+        pull(parameters, group)                          # the last weights, on all ranks
 
-    Not checked: the order of these lines. After step() only the server's weights are new: after the
-    last one call pull() once more."""
+    Not checked: the order of these lines."""
     parameters = [p for p in parameters if p.requires_grad]
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     message = flatten(gradients)
-    if dist.get_rank(group) > 0:
+    if dist.get_rank(group) == 0:
+        received = torch.empty_like(message)
+        for worker in range(1, dist.get_world_size(group)):
+            dist.recv(received, group=group, group_src=worker)
+            message += received
+        set_gradients(parameters, message)
+    else:
         dist.send(message, group=group, group_dst=0)
         for p in parameters:
             p.grad = None
-        return
-    for worker in range(1, dist.get_world_size(group)):
-        received = torch.empty_like(message)
-        dist.recv(received, group=group, group_src=worker)
-        message += received
-    set_gradients(parameters, message)
 
 
-@torch.no_grad()
-def pull(parameters, group):
-    """Copy the server's weights to all ranks. Frozen parameters must be equal already."""
-    parameters = [p for p in parameters if p.requires_grad]
-    weights = flatten(parameters)  # on workers only a buffer
-    if dist.get_rank(group) > 0:
-        dist.recv(weights, group=group, group_src=0)
-        for p, weight in zip(parameters, unflatten(weights, parameters)):
-            p.copy_(weight)
-        return
-    for worker in range(1, dist.get_world_size(group)):
-        dist.send(weights, group=group, group_dst=worker)
-
-
-def flatten(tensors):  # cat takes the widest of their dtypes
+def flatten(tensors):  # in one message. cat takes the widest of their dtypes
     return torch.cat([t.detach().flatten() for t in tensors])
 
 
@@ -107,25 +108,25 @@ def serve(parameters, group, steps, bound):
                     loss = cross_entropy(model(x), y, reduction="sum") / target_count
                     loss.backward()
                 push(parameters, group)
+        pull(parameters, group)                          # the last weights, on all ranks
 
-    steps: how many gradients in all. The workers have equally many batches, or the first workers
-    one more. bound: the largest staleness. After the loops pull() gives all the last weights."""
+    steps: how many gradients in all. They are dealt out in turns: of 8 steps, workers 1 and 2 of 3
+    have 3 batches each, worker 3 has 2. bound: the largest staleness."""
     parameters = [p for p in parameters if p.requires_grad]
     workers = range(1, dist.get_world_size(group))
     batches_left = Counter(workers[step % len(workers)] for step in range(steps))
-    waiting = list(batches_left)  # workers that want weights
-    pulled_at, sends = {}, {}  # of workers that compute: the step of their weights; the send
+    waiting = list(batches_left)  # workers that want weights, the first first
+    pulled_at = {}  # {worker that computes: the step of its weights}
+    sends = {}  # {worker that computes: the send of its weights}
     for step in range(steps):
-        while waiting:
-            # At worst, with one more worker, all push before the one with the oldest weights
-            oldest = min(pulled_at.values(), default=step)
-            if step - oldest + len(pulled_at) > bound:
-                break
+        while waiting and worst_staleness(step, pulled_at) <= bound:
             worker = waiting.pop(0)
             pulled_at[worker] = step
+            # Not send(), which would wait for a worker that is not in pull() yet
             sends[worker] = dist.isend(flatten(parameters), group=group, group_dst=worker)
         gradients = flatten(parameters)  # a buffer
-        worker = dist.get_group_rank(group, dist.recv(gradients, group=group))  # whoever is first
+        source = dist.recv(gradients, group=group)  # from whichever worker is first
+        worker = dist.get_group_rank(group, source)
         sends.pop(worker).wait()
         staleness = step - pulled_at.pop(worker)
         set_gradients(parameters, gradients)
@@ -133,6 +134,13 @@ def serve(parameters, group, steps, bound):
         batches_left[worker] -= 1
         if batches_left[worker] > 0:
             waiting.append(worker)
+
+
+def worst_staleness(step, pulled_at):
+    """If one more worker gets weights at this step, and all others push before the one that has the
+    oldest weights: how stale its gradient will be."""
+    oldest = min(pulled_at.values(), default=step)
+    return step - oldest + len(pulled_at)
 
 
 # --- demo ---

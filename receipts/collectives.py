@@ -54,6 +54,9 @@ def differences(library, run):
             results[name] = x.clone()
             library.all_reduce(results[name], algorithm=name)
             expected[name] = expected["all_reduce"]
+        results["the plain ring"] = x.clone()
+        library.plain_ring_all_reduce(results["the plain ring"])
+        expected["the plain ring"] = expected["all_reduce"]
         for name, result in results.items():
             if not torch.equal(result, expected[name]):
                 different.add(f"{name} in {dtype}")
@@ -103,7 +106,7 @@ class Cost(NamedTuple):
 
 
 class MessageCounter:
-    """To put before a view of collectives.py: class CountingView(MessageCounter, RankView).
+    """To put before a Communicator: class Counting(MessageCounter, Communicator).
 
     `counts` has the bytes that this rank has sent, and the longest chain of messages that has
     reached it. Each message's place in its chain is sent ahead of it. A message waits for what its
@@ -111,7 +114,7 @@ class MessageCounter:
 
     def __init__(self, group=None):
         super().__init__(group)
-        self.counts = types.SimpleNamespace(sent=0, chain=0, latest={})  # shared by parts of a view
+        self.counts = types.SimpleNamespace(sent=0, chain=0, latest={})  # shared by its parts
 
     def exchange(self, send, receive, combine=None):
         counts, places = self.counts, {}
@@ -132,9 +135,9 @@ class MessageCounter:
             counts.chain = max(counts.chain, place.item())
 
 
-def counting_view(view_class):
-    """A view of all ranks that counts its messages. view_class: RankView of collectives.py."""
-    return type("CountingView", (MessageCounter, view_class), {})()
+def counting_communicator(communicator_class):
+    """A Communicator, of collectives.py, of all ranks. It counts its messages."""
+    return type("Counting", (MessageCounter, communicator_class), {})()
 
 
 def cost(counts):

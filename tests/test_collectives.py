@@ -22,7 +22,7 @@ ALL_REDUCE = {
 }
 
 
-class Counter(network.MessageCounter, collectives.RankView):
+class Counter(network.MessageCounter, collectives.Communicator):
     """A group that counts its messages."""
 
 
@@ -178,7 +178,7 @@ def all_reduces(rank, world, even):
     nodes = [n for n in range(1, world + 1) if world % n == 0]
     hierarchical = ALL_REDUCE["hierarchical"]
     ways = {(name, None): way for name, way in ALL_REDUCE.items()}
-    ways |= {("hierarchical", n): functools.partial(hierarchical, node=n) for n in nodes}
+    ways |= {("hierarchical", n): functools.partial(hierarchical, node_size=n) for n in nodes}
     counts = {}
     for size in (even, even + 7):
         for key, all_reduce in ways.items():
