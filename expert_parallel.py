@@ -133,8 +133,9 @@ def shard_experts(parameter, group, data_group=None):
 
 def is_split(parameter, group):
     """Whether each rank of the group has another shard of the parameter."""
-    cuts = getattr(parameter, "placement", {}).get("cuts", {})
-    return any(group is other for other, _, _ in cuts.values())
+    groups = [cut[0] for cut in getattr(parameter, "placement", {}).get("cuts", {}).values()]
+    check_sum(group, groups)
+    return group in groups
 
 
 def sum_replicated_gradients(parameters, group):
@@ -275,16 +276,16 @@ class ExpertDispatch(nn.Module):
         # backward passes of other ranks wait for this rank's all-to-alls
         if torch.is_grad_enabled() and not x.requires_grad:
             x = x.detach().requires_grad_()
-        parts = [whole.tensor_split(self.chunks) for whole in (x, router_weights, chosen)]
-        counts = self.exchange_counts([part.flatten() for part in parts[2]])
-        # Each generator stops three times: rows sent; results sent back; results added up
-        generators = [self.run_chunk(experts, *chunk) for chunk in zip(*parts, *counts)]
-        for generator in generators:
-            next(generator)
+        choices = chosen.tensor_split(self.chunks)
+        counts = self.exchange_counts([part.flatten() for part in choices])
+        parts = x.tensor_split(self.chunks), router_weights.tensor_split(self.chunks), choices
+        chunks = [self.run_chunk(experts, *chunk) for chunk in zip(*parts, *counts)]
+        for chunk in chunks:
+            next(chunk)  # sort the rows, send them
         meanwhile()
-        for generator in generators:
-            next(generator)
-        return torch.cat([next(generator) for generator in generators])
+        for chunk in chunks:
+            next(chunk)  # wait for rows, run the experts, send the results
+        return torch.cat([next(chunk) for chunk in chunks])  # wait for results, weigh, add up
 
     def run_chunk(self, experts, x, router_weights, chosen, send_counts, receive_counts, incoming):
         """plain_dispatch without the counts. At a `yield` it stops, and others run."""
@@ -346,6 +347,16 @@ def check_chosen(chosen, expert_count):
     valid = (chosen >= 0) & (chosen < expert_count)
     why = f"a token chose an expert that is not one of the {expert_count}"
     torch._assert_async(valid.all(), why)
+
+
+def check_sum(group, cut_groups):
+    """Else gradients of different experts would be added up, as in a sum over all data-parallel
+    ranks of which some share the experts."""
+    ranks = set(dist.get_process_group_ranks(group))
+    for other in cut_groups:
+        if other is not group and len(ranks & {*dist.get_process_group_ranks(other)}) > 1:
+            advice = "sum over the group that they are split over, then over data_group"
+            raise ValueError(f"ranks of this group hold different experts: {advice}")
 
 
 def mark_summed(parameter, group):

@@ -101,6 +101,7 @@ Schedule([[pipeline.Action(kind, 0, 0) for kind in {"BF" | "FI" | "FWI" | "FBW"}
     "expert_parallel": """
 dispatch(chosen={4 | 5 | -1})  # a token chose an expert that is not one of the 4
 twice(lambda x: dispatch(x, experts=lambda rows, counts: rows**3), 3, 4)  # once_differentiable
+sum_replicated_gradients([shard_experts(weight, dist.new_group())], world)  # hold different experts
 """,
     "diloco": """
 DiLoCo({iter([]) | [p.detach() for p in model.parameters()]}, world, 2)
