@@ -415,8 +415,11 @@ class Muon(OverlappedMuon):
     def groups_of(self, p):
         """(The ranks that sum p's gradient, further groups over which it is a partial sum, groups
         that cut p.)"""
-        cut_groups = tuple(group for group, _, _ in placed(p, "cuts", {}).values())
-        return placed(p, "data", self.group), tuple(placed(p, "partial", ())), cut_groups
+        return (
+            placed(p, "data", self.group),
+            tuple(placed(p, "partial", ())),
+            tuple(groups_cutting(p)),
+        )
 
     def finish(self):
         if self.finished:
@@ -430,30 +433,53 @@ class Muon(OverlappedMuon):
     def grad_norm(self, pipeline_group=None):
         """pipeline_group: the ranks with the other stages of a pipeline."""
         self.finish()
-        # Groups that cut some parameters replicate the others. Experts' cut nothing else
-        cuts = [bucket.cut_groups for bucket in self.buckets if bucket.group is self.group]
-        cut_groups = max(cuts, key=len, default=())
-        squares = {}  # {groups to sum over: this rank's sum of squares}
+        # The ranks of the grid hold the whole gradient. Some parts of it several times
+        grid = [self.group, *replicating_groups(self.model, self.group)]
+        square = torch.zeros((), dtype=torch.float64, device=self.buckets[0].weights.device)
         for bucket in self.buckets:
-            groups = bucket.group, *(bucket.cut_groups or cut_groups)
-            norm_groups = groups if pipeline_group is None else (*groups, pipeline_group)
-            norm_ranks = set().union(*map(dist.get_process_group_ranks, norm_groups))
-            # Of ranks with the same part the first counts it: after a sum over `partial`, too
-            replicated_over = [] if bucket.cut_groups else [*cut_groups]
-            for group in bucket.partial:
-                if norm_ranks.issuperset(dist.get_process_group_ranks(group)):
-                    replicated_over.append(group)
-            is_first = all(dist.get_rank(group) == 0 for group in replicated_over)
-            part = bucket.own_gradient if is_first else bucket.own_gradient[:0]
-            square = torch.linalg.vector_norm(part, dtype=torch.float64).square()
-            squares[groups] = squares.get(groups, 0) + square
-        total = sum(sum_over(groups, square) for groups, square in squares.items())
-        return sum_over([pipeline_group], total).sqrt()
+            norm = torch.linalg.vector_norm(bucket.own_gradient, dtype=torch.float64)
+            shards = dist.get_world_size(bucket.group)
+            square += norm.square() / count_copies(
+                bucket.parameters[0], shards, grid, pipeline_group
+            )
+        return sum_over([*grid, pipeline_group], square).sqrt()
 
 
 def placed(p, key, default):
     """An entry of p.placement, in which techniques say what a rank has of a parameter."""
     return getattr(p, "placement", {}).get(key) or default
+
+
+def groups_cutting(p):
+    return [group for group, _, _ in placed(p, "cuts", {}).values()]
+
+
+def replicating_groups(model, data_group):
+    """The groups that cut some parameters. They replicate the others."""
+    cuts = []
+    for p in model.parameters():
+        if placed(p, "data", data_group) is data_group:  # not experts: theirs cut nothing else
+            cuts.append(groups_cutting(p))
+    return max(cuts, key=len, default=[])
+
+
+def count_copies(p, shards, grid, pipeline_group):
+    """How many ranks of the grid of groups have the same part of p's gradient as this rank, if its
+    data-parallel ranks split it into `shards`."""
+    cuts = groups_cutting(p)
+    different = [dist.get_world_size(group) for group in cuts]
+    # Partial sums that were added up are equal, on ranks of a cut or on two pipeline stages
+    outer = [*cuts, pipeline_group]
+    sums = [group for group in placed(p, "partial", ()) if is_within(group, outer)]
+    equal = [dist.get_world_size(group) for group in [*grid, *sums]]
+    return math.prod(equal) / math.prod(different) / shards
+
+
+def is_within(inner, outers):
+    """Whether the ranks of a group are among those of one of the others, of which some are None."""
+    ranks = set(dist.get_process_group_ranks(inner))
+    outers = [group for group in outers if group is not None]
+    return any(ranks.issubset(dist.get_process_group_ranks(outer)) for outer in outers)
 
 
 def sum_over(groups, tensor):

@@ -29,6 +29,7 @@ Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054.
 
 import contextlib
 import functools
+import math
 from itertools import accumulate
 
 import torch
@@ -569,12 +570,16 @@ class ZeRO(OverlappedZeRO):
     def grad_norm(self, pipeline_group=None):
         """pipeline_group: the ranks with the other stages of a pipeline."""
         self.finish()
-        total = torch.zeros((), dtype=torch.float64, device=self.buckets[0].weights.device)
-        for groups, parts in parts_of_norm(self, pipeline_group).items():
-            dtype = torch.promote_types(parts[0].dtype, torch.float32)
-            norms = torch.stack(torch._foreach_norm(parts, dtype=dtype))  # of all parts at once
-            total += sum_over(groups, norms.double().square().sum())
-        return sum_over([pipeline_group], total).sqrt()
+        parts, copies = [], []
+        # The ranks of the grid hold the whole gradient. Some parts of it several times
+        grid = [self.group, *replicating_groups(self.model, self.group)]
+        for bucket in self.trained_buckets:
+            for i, p in enumerate(bucket.parameters):
+                parts.append(bucket.part_of(i, bucket.gradient_shard))
+                copies.append(count_copies(p, bucket.ranks, grid, pipeline_group))
+        norms = torch.stack(torch._foreach_norm(parts, dtype=torch.float64))
+        square = (norms.square() / norms.new_tensor(copies)).sum()
+        return sum_over([*grid, pipeline_group], square).sqrt()
 
 
 def placed(p, key, default):
@@ -586,36 +591,31 @@ def groups_cutting(p):
     return [group for group, _, _ in placed(p, "cuts", {}).values()]
 
 
-def parts_of_norm(zero, pipeline_group):
-    """{groups: the parts of gradients whose squares are summed over them}. In stages 1 to 3 alone:
-    {(the data group,): all shards}, for shards are disjoint. With HSDP or another technique ranks
-    may have the same part: the first counts it, the others nothing."""
-    cut_groups = []  # they cut some parameters, and so replicate the others
-    for p in zero.model.parameters():
-        if placed(p, "data", zero.group) is zero.group:  # not experts: theirs cut nothing else
-            cut_groups = cut_groups or groups_cutting(p)
-    parts_of = {}
-    for bucket in zero.trained_buckets:
-        for i, p in enumerate(bucket.parameters):
-            cuts = groups_cutting(p)
-            groups = cuts or cut_groups
-            if zero.stage > 0:  # shards add up
-                groups = [placed(p, "data", zero.group), *groups]
-            norm_groups = groups if pipeline_group is None else [*groups, pipeline_group]
-            # After a sum over replicas, or of partial sums, these ranks have the same part
-            same_part = [*bucket.replica_groups, *placed(p, "partial", ())]
-            replicated_over = [group for group in same_part if is_within(group, norm_groups)]
-            if not cuts:
-                replicated_over += cut_groups
-            is_first = all(dist.get_rank(group) == 0 for group in replicated_over)
-            part = bucket.part_of(i, bucket.gradient_shard)
-            parts_of.setdefault(tuple(groups), []).append(part if is_first else part[:0])
-    return parts_of
+def replicating_groups(model, data_group):
+    """The groups that cut some parameters. They replicate the others."""
+    cuts = []
+    for p in model.parameters():
+        if placed(p, "data", data_group) is data_group:  # not experts: theirs cut nothing else
+            cuts.append(groups_cutting(p))
+    return max(cuts, key=len, default=[])
+
+
+def count_copies(p, shards, grid, pipeline_group):
+    """How many ranks of the grid of groups have the same part of p's gradient as this rank, if its
+    data-parallel ranks split it into `shards`."""
+    cuts = groups_cutting(p)
+    different = [dist.get_world_size(group) for group in cuts]
+    # Partial sums that were added up are equal, on ranks of a cut or on two pipeline stages
+    outer = [*cuts, pipeline_group]
+    sums = [group for group in placed(p, "partial", ()) if is_within(group, outer)]
+    equal = [dist.get_world_size(group) for group in [*grid, *sums]]
+    return math.prod(equal) / math.prod(different) / shards
 
 
 def is_within(inner, outers):
-    """Whether the ranks of a group are among those of one of the others."""
+    """Whether the ranks of a group are among those of one of the others, of which some are None."""
     ranks = set(dist.get_process_group_ranks(inner))
+    outers = [group for group in outers if group is not None]
     return any(ranks.issubset(dist.get_process_group_ranks(outer)) for outer in outers)
 
 

@@ -17,7 +17,7 @@ from receipts import (
     tensor_parallel,
     zero,
 )
-from receipts.formulas import SCALAR, Group, add, scatter_operation, sizes_of, summed
+from receipts.formulas import Group, add, scatter_operation, sizes_of
 
 
 class ExpertRows(expert_parallel.RowCounter):
@@ -61,12 +61,11 @@ def of_run(runner, find_plan=None):
     sizes = sizes_of(args, config, args.dp, length=length, experts=experts, **own)
     one_dtype = args.dtype == args.param_dtype == args.reduce_dtype
     uses_zero = args.zero > 0 or args.offload or not one_dtype
+    by_ddp = not uses_zero and args.optimizer != "muon"
     tables = []
     if args.ep > 1:
         rows, chunks = runner.expert_rows.measured, args.expert_chunks
-        tables.append(expert_parallel.expected(sizes, groups["ep"], rows, chunks, scalars=1))
-        if args.zero:
-            tables.append((summed(groups["copies"], SCALAR, "the norm"), {}))
+        tables.append(expert_parallel.expected(sizes, groups["ep"], rows, chunks, by_ddp))
         if args.schedule == "dualpipev" and args.zero < 3:
             passes = pipeline.stage_layers(config, schedule.last + 1), chunks, sizes.forwards
             notes += dualpipe.notes(runner.expert_rows, schedule, rank, *passes)
@@ -78,8 +77,8 @@ def of_run(runner, find_plan=None):
             batches = runner.batches(run.measured)
             used = context_parallel.tokens_used(find_plan, batches, args, *where)
         tables.append(context_parallel.expected(sizes, groups["cp"], *kind, used))
-    # Squared norms that are summed over tp: of experts that are dealt out, of the rest
-    norms = 2 if args.ep > 1 and not args.fold_experts else 1
+    # Squared norms that are summed over tp. With DDP those of experts that are dealt out apart
+    norms = 2 if by_ddp and args.ep > 1 and not args.fold_experts else 1
     if args.sp:
         tables.append(
             sequence_parallel.expected(sizes, groups["tp"], scatter, norms, not uses_zero)

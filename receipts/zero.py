@@ -43,15 +43,14 @@ class Split(NamedTuple):
 def expected(sizes, group, stage, flags, scatter, passes, splits, partial=()):
     """(sent, held).
 
-    group     the data-parallel ranks, which sum the loss; in stages 1 to 3 the norm, too
+    group     the data-parallel ranks, which sum the loss and the norm
     flags     bucket_mb, reduce_once, keep_gathered and offload, as of zero.py and train.py
     scatter   the operation that a reduce-scatter is counted as
     passes    [(kind, stage)] of the rank's forwards ("F") and backwards ("B"; in two parts: "I",
               then "W", which completes the gradients) in their order
     splits    the Split of all weights; or that of most, and that of the experts
     partial   Groups over which gradients are partial sums after backward"""
-    scalars = 2 if stage > 0 else 1
-    sent = summed(group, scalars * SCALAR, "the loss; stages 1 to 3: the norm; 8 bytes each")
+    sent = summed(group, 2 * SCALAR, "the loss and the norm, 8 bytes each")
     buckets = buckets_of(sizes, stage, flags, splits)
     each = stage >= 2 and not flags.reduce_once
     gathers = [1] * len(buckets)

@@ -367,8 +367,8 @@ first piece on every rank: tensor_parallel:span
 all shards equal: harness.placement:placement
     "placement", {}) -> "placement", {}) | first_cuts(parameter)
     sgd --tp 2 -> step 1, forward: the output of blocks.0 on all ->
-shared kv-heads counted twice: zero:parts_of_norm
-    , *placed(p, "partial", ())] -> ]
+shared kv-heads counted twice: zero:count_copies
+    [*grid, *sums] -> grid
     grouped --tp 4 --zero 1 -> step 1, the norm ->
 gradients of keys never come home: packed_documents:SendHome.__call__
     += receive() -> += receive() * 0

@@ -288,7 +288,7 @@ def test_the_formulas_of_bytes_are_the_papers():
     ):
         usual = dict(bucket_mb=25, reduce_once=False, keep_gathered=False, offload=False)
         given = argparse.Namespace(**usual | flags), "reduce_scatter", [("F", 0), ("B", 0)] * 2
-        group, scalars = Group("dp", 4), 2 if stage else 1  # the loss and the norm, 8 bytes each
+        group, scalars = Group("dp", 4), 2  # the loss and the norm, 8 bytes each
         words["all_reduce"] = words.get("all_reduce", 0) + 2 * scalars * 8 / e
         splits = [zero_bytes.Split(group)]
         sent, _ = zero_bytes.expected(Sizes(config, 12, 12, 2, e), group, stage, *given, splits)
