@@ -110,9 +110,9 @@ class Unit:
     """A module whose weights are gathered before it runs, forward or backward, and freed after. It
     has a bucket for each kind of parameter (dtype, frozen or not). Two share a tied matrix's."""
 
-    def __init__(self, module, pipeline_stage):
+    def __init__(self, module):
         check_unit(module)
-        self.module, self.pipeline_stage, self.buckets = module, pipeline_stage, []
+        self.module, self.buckets = module, []
         self.previous = self.next = None  # its neighbours in the order of forward
 
     def gather(self):
@@ -173,25 +173,16 @@ class FSDP(ZeRO):
         microbatches=1,
         units=None,  # modules, in the order of forward; None: default_units(model)
         reshard=True,  # False: weights stay until backward. It sends a third less, holds all
-        pipeline_stages=None,  # as of ZeRO
         **options,  # of ZeRO and ShardedBucket
     ):
         self.reshard = reshard
         self.unit_in_backward = None  # the one whose backward is running
         self.gathered_ahead = None  # the one whose weights are there early: likely to run next
-        self.units = []
-        for stage, part in (pipeline_stages or {None: model}).items():
-            inside = set(part.modules())
-            modules = default_units(part) if units is None else [m for m in units if m in inside]
-            stage_units = [Unit(module, stage) for module in modules]
-            for unit, next_unit in pairwise(stage_units):
-                unit.next, next_unit.previous = next_unit, unit
-            self.units += stage_units
+        self.units = self.make_units(model, units)
         self.units_of = dict.fromkeys(model.parameters(), ())  # two use a tied matrix
         for unit in self.units:
             for p in unit.module.parameters():
                 self.units_of[p] += (unit,)
-        options["pipeline_stages"] = pipeline_stages
         super().__init__(model, group, 2, make_optimizer, microbatches, float("inf"), **options)
         del self.units_of  # its parameters are no longer the model's
         for unit in self.units:
@@ -200,12 +191,19 @@ class FSDP(ZeRO):
         for module in model.modules():
             module.register_state_dict_pre_hook(check_state_dict)
 
+    def make_units(self, model, modules):
+        units = [Unit(module) for module in (default_units(model) if modules is None else modules)]
+        for unit, next_unit in pairwise(units):
+            unit.next, next_unit.previous = next_unit, unit
+        return units
+
     def kind_of(self, p):
         return *super().kind_of(p), self.units_of[p]
 
     def make_bucket(self, parameters, **options):
         units = self.units_of[parameters[0]]
-        bucket = super().make_bucket(parameters, UnitBucket if units else ShardedBucket, **options)
+        kind = UnitBucket if units else ShardedBucket
+        bucket = super().make_bucket(parameters, bucket_class=kind, **options)
         bucket.units = units
         for unit in units:
             unit.buckets.append(bucket)
@@ -253,11 +251,12 @@ class FSDP(ZeRO):
         self.gathered_ahead = likely_next
 
     def release_all(self):
-        for unit in self.units:
-            # Another pipeline stage's unit may still be between its forward and its backward
-            if self.action is None or self.action.stage == unit.pipeline_stage:
-                unit.release()
+        for unit in self.running_units():
+            unit.release()
         self.gathered_ahead = self.unit_in_backward = None
+
+    def running_units(self):
+        return self.units
 
     def update_weights(self, buckets=None):
         self.release_all()  # a unit left by a forward without backward has the old weights

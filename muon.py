@@ -29,7 +29,6 @@ arXiv:2502.16982 (Moonlight: the update's scale, distributed Muon).
 
 import functools
 import math
-from collections import Counter
 
 import torch
 import torch.distributed as dist
@@ -119,9 +118,8 @@ def step_by_owner(plain_muon, group):
 # --- the same in full: reductions hide behind backward, broadcasts behind the owners' iterations
 
 
-class OverlappedMuon:
-    """Trains `model` over `group`: Muon for `matrices`, AdamW for its other parameters. The class
-    Muon, below, adds other kinds of parallelism.
+class Muon:
+    """Trains `model` over `group`: Muon for `matrices`, AdamW for its other parameters.
 
         matrices = [p for p in model.blocks.parameters() if p.dim() > 1]
         muon = Muon(model, group, matrices, lr=1e-3, microbatches=2)
@@ -139,6 +137,7 @@ class OverlappedMuon:
     with their settings in param_groups."""
 
     optimizer_class = PlainMuon
+    takes_shards = False  # of other techniques: composition.py does
 
     def __init__(
         self,
@@ -153,6 +152,7 @@ class OverlappedMuon:
         self.model, self.group, self.microbatches = model, group, microbatches
         matrices = set(matrices)
         check_matrices(matrices, model)
+        check_whole(self)
 
         # 1  Buckets, in the order in which backward fills them. Each matrix has its own. Vectors
         #    are small: they share one, the last
@@ -161,14 +161,13 @@ class OverlappedMuon:
         vectors = {}  # {kind: those that share a bucket}
         for p in trained:
             if p.dim() < 2:
-                vectors.setdefault((p.dtype, *self.groups_of(p)), []).append(p)
+                vectors.setdefault(self.kind_of(p), []).append(p)
         lists += vectors.values()
-        owners = deal_to_owners([p for p in trained if p in matrices], group)
-        self.buckets = [OwnedBucket(ps, owners.get(ps[0]), *self.groups_of(ps[0])) for ps in lists]
+        owners = self.owners_of([p for p in trained if p in matrices])
+        self.buckets = [self.make_bucket(members, owners.get(members[0])) for members in lists]
 
         # 2  Hooks count the gradients
         for bucket in self.buckets:
-            bucket.grads_per_step = microbatches * len(bucket.parameters)
             for p in bucket.parameters:
                 p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket))
 
@@ -190,8 +189,16 @@ class OverlappedMuon:
         self.finished = True  # whether the gradients are summed
         self.zero_grad()
 
-    def groups_of(self, p):
-        return [self.group]  # the ranks that sum p's gradient
+    def kind_of(self, p):  # equal for all vectors of a bucket
+        return (p.dtype,)
+
+    def owners_of(self, matrices):
+        return deal_to_owners(matrices, dist.get_world_size(self.group))
+
+    def make_bucket(self, parameters, owner, group=None):
+        bucket = OwnedBucket(parameters, owner, group or self.group)
+        bucket.grads_per_step = self.microbatches * len(parameters)
+        return bucket
 
     # --- a step
     #
@@ -291,23 +298,21 @@ class OverlappedMuon:
         return list(named)
 
 
-def deal_to_owners(matrices, group):
-    """{matrix: the rank that owns it}: the largest first, each to the rank with the least to do."""
-    owners, loads = {}, {}
-    for p in sorted(matrices, key=flops, reverse=True):
-        data_group = placed(p, "data", group)  # group; see Muon, below
-        load = loads.setdefault(data_group, [0] * dist.get_world_size(data_group))
-        owners[p] = load.index(min(load))
-        load[owners[p]] += flops(p)
-    return owners
-
-
-def flops(p):
-    """FLOPs of a step's iterations on p, a matrix or a stack of them."""
-    shape = placed(p, "shape", p.shape)  # p.shape; see Muon, below
+def flops(p, shape=None):
+    """FLOPs of a step's iterations on p, a matrix or a stack of them. shape: if not that of p."""
+    shape = shape or p.shape
     m, n = sorted((getattr(p, "matrix_rows", shape[-2]), shape[-1]))
     count = math.prod(shape) // (m * n)
     return count * (20 * m * m * n + 10 * m**3)
+
+
+def deal_to_owners(matrices, ranks, work=flops):
+    """{matrix: the rank that owns it}: the largest first, each to the rank with the least to do."""
+    owners, loads = {}, [0] * ranks
+    for p in sorted(matrices, key=work, reverse=True):
+        owners[p] = loads.index(min(loads))
+        loads[owners[p]] += work(p)
+    return owners
 
 
 class OwnedBucket:
@@ -320,9 +325,8 @@ class OwnedBucket:
     own_gradient  this rank's part of the gradients
     pieces        what this rank owns of each parameter; the owner has the matrix itself"""
 
-    def __init__(self, parameters, owner, group, partial=(), cut_groups=()):
+    def __init__(self, parameters, owner, group):
         self.parameters, self.owner, self.group = parameters, owner, group
-        self.partial, self.cut_groups = partial, cut_groups  # see Muon, below
         self.rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         self.weights = torch.cat([p.detach().flatten() for p in parameters])
         self.gradients = torch.zeros_like(self.weights)
@@ -358,137 +362,6 @@ class OwnedBucket:
             yield dist.broadcast(flat[part], group=self.group, group_src=owner, async_op=True)
 
 
-# --- together with another kind of parallelism (docs/use/two-techniques.md)
-
-
-class ShardedMuon(PlainMuon):
-    """PlainMuon for shards of matrices. All ranks that share a matrix gather the direction, iterate
-    on the whole, and keep their part."""
-
-    def update_of(self, direction, p, dtype):
-        cuts = self.cuts_within(p)
-        if not cuts:
-            return super().update_of(direction, p, dtype)
-        [(dim, (group, start, length))] = cuts  # tensor parallelism cuts in one dimension
-        shards = [torch.empty_like(direction) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(shards, direction, group=group)
-        # Without the padding of the last shards, so that the scale is that of the true shape
-        whole = torch.cat(shards, dim).narrow(dim, 0, p.placement["shape"][dim])
-        update = super().update_of(whole, p, dtype).narrow(dim, start, length)
-        padded = torch.zeros_like(p)
-        padded.narrow(dim, 0, length).copy_(update)
-        return padded
-
-    def cuts_within(self, p):
-        """[(dimension, cut)] of the cuts that go through p's matrices. A cut between matrices, such
-        as heads or a stack's experts, leaves each whole. Dimension None cuts none: the other ranks
-        have other matrices, such as experts that are modules."""
-        first = 1 if hasattr(p, "matrix_rows") else p.dim() - 2
-        cuts = placed(p, "cuts", {}).items()
-        return [(dim, cut) for dim, cut in cuts if dim is not None and dim >= first]
-
-    found_inf = None  # a tensor: where it is 1 a step changes nothing, as in torch's optimizers
-
-    def step_on(self, p, lr, **settings):
-        if self.found_inf is not None:
-            # lr = 0 keeps the weights. A gradient that equals the average keeps the average
-            average = self.state[p].get("average", 0.0)
-            p.grad.copy_(torch.where(self.found_inf > 0, average, p.grad))
-            lr = lr * (1 - self.found_inf.double())
-        super().step_on(p, lr, **settings)
-
-
-class Muon(OverlappedMuon):
-    """OverlappedMuon where other kinds of parallelism have written p.placement, and in a pipeline.
-    The loop is the same. pipeline_stages: {stage: its module}, of a rank with several."""
-
-    optimizer_class = ShardedMuon
-
-    def __init__(self, model, group, *arguments, pipeline_stages=None, **options):
-        super().__init__(model, group, *arguments, **options)
-        modules = pipeline_stages.values() if pipeline_stages else [model]
-        uses = Counter(p for module in modules for p in module.parameters())
-        for bucket in self.buckets:  # a tied matrix gets a gradient from each stage that uses it
-            bucket.grads_per_step = self.microbatches * sum(uses[p] for p in bucket.parameters)
-            bucket.grads_left = bucket.grads_per_step
-
-    def groups_of(self, p):
-        """(The ranks that sum p's gradient, further groups over which it is a partial sum, groups
-        that cut p.)"""
-        return (
-            placed(p, "data", self.group),
-            tuple(placed(p, "partial", ())),
-            tuple(groups_cutting(p)),
-        )
-
-    def finish(self):
-        if self.finished:
-            return
-        super().finish()
-        for bucket in self.buckets:
-            for group in bucket.partial:  # mostly none: not overlapped
-                if len(bucket.own_gradient):
-                    dist.all_reduce(bucket.own_gradient, group=group)
-
-    def grad_norm(self, pipeline_group=None):
-        """pipeline_group: the ranks with the other stages of a pipeline."""
-        self.finish()
-        # The ranks of the grid hold the whole gradient. Some parts of it several times
-        grid = [self.group, *replicating_groups(self.model, self.group)]
-        square = torch.zeros((), dtype=torch.float64, device=self.buckets[0].weights.device)
-        for bucket in self.buckets:
-            norm = torch.linalg.vector_norm(bucket.own_gradient, dtype=torch.float64)
-            shards = dist.get_world_size(bucket.group)
-            square += norm.square() / count_copies(
-                bucket.parameters[0], shards, grid, pipeline_group
-            )
-        return sum_over([*grid, pipeline_group], square).sqrt()
-
-
-def placed(p, key, default):
-    """An entry of p.placement, in which techniques say what a rank has of a parameter."""
-    return getattr(p, "placement", {}).get(key) or default
-
-
-def groups_cutting(p):
-    return [group for group, _, _ in placed(p, "cuts", {}).values()]
-
-
-def replicating_groups(model, data_group):
-    """The groups that cut some parameters. They replicate the others."""
-    cuts = []
-    for p in model.parameters():
-        if placed(p, "data", data_group) is data_group:  # not experts: theirs cut nothing else
-            cuts.append(groups_cutting(p))
-    return max(cuts, key=len, default=[])
-
-
-def count_copies(p, shards, grid, pipeline_group):
-    """How many ranks of the grid of groups have the same part of p's gradient as this rank, if its
-    data-parallel ranks split it into `shards`."""
-    cuts = groups_cutting(p)
-    different = [dist.get_world_size(group) for group in cuts]
-    # Partial sums that were added up are equal, on ranks of a cut or on two pipeline stages
-    outer = [*cuts, pipeline_group]
-    sums = [group for group in placed(p, "partial", ()) if is_within(group, outer)]
-    equal = [dist.get_world_size(group) for group in [*grid, *sums]]
-    return math.prod(equal) / math.prod(different) / shards
-
-
-def is_within(inner, outers):
-    """Whether the ranks of a group are among those of one of the others, of which some are None."""
-    ranks = set(dist.get_process_group_ranks(inner))
-    outers = [group for group in outers if group is not None]
-    return any(ranks.issubset(dist.get_process_group_ranks(outer)) for outer in outers)
-
-
-def sum_over(groups, tensor):
-    for group in groups:
-        if group is not None and dist.get_world_size(group) > 1:
-            dist.all_reduce(tensor, group=group)
-    return tensor
-
-
 # --- mistakes that would be silent: refused
 
 
@@ -499,6 +372,11 @@ def check_matrices(matrices, model):
     for p in matrices:
         if p not in parameters or p.dim() not in (2, 3):
             raise ValueError(f"{tuple(p.shape)} is no matrix of the model, nor a stack of them")
+
+
+def check_whole(muon):
+    if not muon.takes_shards and any(hasattr(p, "placement") for p in muon.model.parameters()):
+        raise ValueError("another technique has cut the model: take composition.py's ComposedMuon")
 
 
 def check_grads_left(bucket):

@@ -37,6 +37,7 @@ import harness  # before torch, so that Ctrl-C during its import ends with a sen
 import torch
 import torch.distributed as dist
 
+import composition
 import context_parallel
 import ddp
 import dualpipe
@@ -195,7 +196,7 @@ def data_parallel(run, model, groups):
         run.make_optimizer = receipts.muon.one_process(muon.PlainMuon)  # for --prove: unsplit
         matrices = receipts.muon.matrices_of(model)
         options = dict(lr=args.lr, weight_decay=args.weight_decay, microbatches=args.microbatches)
-        return muon.Muon(model, dp, matrices, pipeline_stages=stages, **options)
+        return composition.ComposedMuon(model, dp, matrices, pipeline_stages=stages, **options)
 
     # Mixed precision needs ZeRO even at stage 0: it keeps master weights, in --dtype
     one_dtype = args.dtype == args.param_dtype == args.reduce_dtype
@@ -215,8 +216,8 @@ def data_parallel(run, model, groups):
         **zero_flags.options(run, model, args.zero, draw),
     )
     if args.zero == 3:
-        return fsdp.FSDP(model, dp, **options)
-    sharded = zero.ZeRO(model, dp, args.zero, **options)
+        return composition.ComposedFSDP(model, dp, **options)
+    sharded = composition.ComposedZeRO(model, dp, args.zero, **options)
     # Each unit waits for its new weights in its forward. But islands average them before that
     if args.islands == 1:
         units = [unit for part in stages.values() for unit in fsdp.default_units(part)]

@@ -27,9 +27,7 @@ Use       Stage 1, not 0 (DDP with master weights): it sends no more. Stage 2 wi
 Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054.
 """
 
-import contextlib
 import functools
-import math
 from itertools import accumulate
 
 import torch
@@ -246,8 +244,8 @@ class ShardedBucket:
         self.gathering = all_gather_into_tensor(self.weights, self.shard, **options)
 
 
-class OverlappedZeRO:
-    """Trains `model` over `group` in stage 0, 1 or 2. ZeRO, below, adds other kinds of parallelism.
+class ZeRO:
+    """Trains `model` over `group`, its data-parallel ranks, in stage 0, 1 or 2.
 
         zero = ZeRO(model, group, 1, torch.optim.AdamW, microbatches=2)
         for micro_batches, target_count in batches:    # the number of targets of all ranks
@@ -262,6 +260,8 @@ class OverlappedZeRO:
     (torch's DDP broadcasts rank 0's; ZeRO doesn't.) It puts new parameters into the modules: make
     optimizers, hooks and references after it. Activation checkpointing needs use_reentrant=False.
     After an exception in a backward pass end the run on all ranks."""
+
+    takes_shards = False  # of other techniques: composition.py does
 
     def __init__(
         self,
@@ -301,8 +301,9 @@ class OverlappedZeRO:
     def kind_of(self, p):  # equal for all parameters of a bucket
         return p.requires_grad, p.dtype, p.device
 
-    def make_bucket(self, parameters, **options):
-        return ShardedBucket(parameters, self.group, self.stage, self.microbatches, **options)
+    def make_bucket(self, parameters, bucket_class=ShardedBucket, **options):
+        options = dict(group=self.group, passes=self.microbatches) | options
+        return bucket_class(parameters, stage=self.stage, **options)
 
     # --- a step
     #
@@ -399,7 +400,7 @@ class OverlappedZeRO:
             self.shard_is_summed(bucket)
 
     def shard_is_summed(self, bucket):
-        """Over the group. With HSDP, below, a second sum starts."""
+        """Over the group. With hybrid sharding (composition.py) a second sum starts."""
 
     # --- beside a step: the norm, clipping, whole copies
 
@@ -491,141 +492,6 @@ def wait_in_forward(zero, modules):
         module.register_state_dict_pre_hook(lambda *_: await_weights(zero.buckets))
 
 
-# --- together with another kind of parallelism (docs/use/two-techniques.md)
-
-
-class ZeRO(OverlappedZeRO):
-    """OverlappedZeRO where other kinds of parallelism have written p.placement, in a pipeline, and
-    with hybrid sharding (HSDP): shards within a node, replicas across nodes. The loop is the same.
-
-        hsdp = {group: (node, across)}     # across: one rank of each node, with the same shard
-        zero = ZeRO(model, group, 2, torch.optim.AdamW, microbatches=2, hsdp=hsdp)
-
-    pipeline_stages: {stage: its module}, of a rank with several. Each has a backward pass per
-    micro-batch. The pipeline says which one is running: Pipeline(..., around=zero.around)"""
-
-    def __init__(self, model, group, *arguments, hsdp=None, pipeline_stages=None, **options):
-        # {data group: (the ranks that split a replica, the ranks with the same shard or None)}
-        self.hsdp = hsdp or {}
-        self.replica_sums = []  # HSDP's sums of shards over replicas, on their way
-        self.action = None  # what a pipeline is running: see `around`
-        self.stages_of = dict.fromkeys(model.parameters(), ())  # the pipeline stages that use it
-        for stage, part in (pipeline_stages or {None: model}).items():
-            for p in part.parameters():
-                self.stages_of[p] += (stage,)
-        super().__init__(model, group, *arguments, **options)
-        del self.stages_of  # its parameters are no longer the model's
-        check_hsdp(self.hsdp)
-
-    def kind_of(self, p):
-        partial = tuple(placed(p, "partial", ()))
-        return *super().kind_of(p), placed(p, "data", self.group), partial, self.stages_of[p]
-
-    def make_bucket(self, parameters, bucket_class=ShardedBucket, **options):
-        data_group = placed(parameters[0], "data", self.group)
-        shard_group, *replica_groups = self.hsdp.get(data_group, [data_group])
-        stages = self.stages_of[parameters[0]]  # each has backward passes of its own
-        passes = self.microbatches * len(stages)
-        bucket = bucket_class(parameters, shard_group, self.stage, passes, **options)
-        bucket.replica_groups = [group for group in replica_groups if group is not None]  # 0 or 1
-        bucket.pipeline_stages = stages
-        return bucket
-
-    @contextlib.contextmanager
-    def around(self, action):
-        """For Pipeline(..., around=zero.around), which says what it is running."""
-        self.action = action
-        try:
-            yield
-        finally:
-            self.action = None
-
-    def buckets_of_pass(self):
-        buckets = super().buckets_of_pass()
-        if self.action is None:
-            return buckets
-        return [b for b in buckets if self.action.stage in b.pipeline_stages]
-
-    def _reduce_ready(self, anyway=()):
-        # Of a backward in two parts (zero_bubble.py) "I" is the input's. The weights' will follow
-        if self.action is None or self.action.kind != "I":
-            super()._reduce_ready(anyway)
-
-    def shard_is_summed(self, bucket):
-        if bucket.passes_left == 0:
-            for group in bucket.replica_groups:
-                work = dist.all_reduce(bucket.gradient_shard, group=group, async_op=True)
-                self.replica_sums.append(work)
-
-    def finish(self):
-        if self.last_call == "finish":
-            return
-        super().finish()
-        while self.replica_sums:
-            self.replica_sums.pop().wait()
-        for bucket in self.trained_buckets:
-            for group in placed(bucket.parameters[0], "partial", ()):  # mostly none: not overlapped
-                dist.all_reduce(bucket.gradient_shard, group=group)
-
-    def grad_norm(self, pipeline_group=None):
-        """pipeline_group: the ranks with the other stages of a pipeline."""
-        self.finish()
-        parts, copies = [], []
-        # The ranks of the grid hold the whole gradient. Some parts of it several times
-        grid = [self.group, *replicating_groups(self.model, self.group)]
-        for bucket in self.trained_buckets:
-            for i, p in enumerate(bucket.parameters):
-                parts.append(bucket.part_of(i, bucket.gradient_shard))
-                copies.append(count_copies(p, bucket.ranks, grid, pipeline_group))
-        norms = torch.stack(torch._foreach_norm(parts, dtype=torch.float64))
-        square = (norms.square() / norms.new_tensor(copies)).sum()
-        return sum_over([*grid, pipeline_group], square).sqrt()
-
-
-def placed(p, key, default):
-    """An entry of p.placement, in which techniques say what a rank has of a parameter."""
-    return getattr(p, "placement", {}).get(key) or default
-
-
-def groups_cutting(p):
-    return [group for group, _, _ in placed(p, "cuts", {}).values()]
-
-
-def replicating_groups(model, data_group):
-    """The groups that cut some parameters. They replicate the others."""
-    cuts = []
-    for p in model.parameters():
-        if placed(p, "data", data_group) is data_group:  # not experts: theirs cut nothing else
-            cuts.append(groups_cutting(p))
-    return max(cuts, key=len, default=[])
-
-
-def count_copies(p, shards, grid, pipeline_group):
-    """How many ranks of the grid of groups have the same part of p's gradient as this rank, if its
-    data-parallel ranks split it into `shards`."""
-    cuts = groups_cutting(p)
-    different = [dist.get_world_size(group) for group in cuts]
-    # Partial sums that were added up are equal, on ranks of a cut or on two pipeline stages
-    outer = [*cuts, pipeline_group]
-    sums = [group for group in placed(p, "partial", ()) if is_within(group, outer)]
-    equal = [dist.get_world_size(group) for group in [*grid, *sums]]
-    return math.prod(equal) / math.prod(different) / shards
-
-
-def is_within(inner, outers):
-    """Whether the ranks of a group are among those of one of the others, of which some are None."""
-    ranks = set(dist.get_process_group_ranks(inner))
-    outers = [group for group in outers if group is not None]
-    return any(ranks.issubset(dist.get_process_group_ranks(outer)) for outer in outers)
-
-
-def sum_over(groups, tensor):
-    for group in groups:
-        if group is not None and dist.get_world_size(group) > 1:
-            dist.all_reduce(tensor, group=group)
-    return tensor
-
-
 # --- mistakes that would be silent: refused
 
 
@@ -636,16 +502,9 @@ def check_zero_arguments(zero):
     if kind in ("Adafactor", "LAMB", "Lamb", "LARS", "LBFGS", "Muon", "SOAP", "Shampoo"):
         advice = "take AdamW or SGD; for Muon muon.py"
         raise ValueError(f"{kind} needs whole matrices, ZeRO has pieces of them: {advice}")
-
-
-def check_hsdp(hsdp):
-    for shard_group, replica_group in hsdp.values():
-        if replica_group is not None:  # ranks with different shards would be added
-            positions = [None] * dist.get_world_size(replica_group)
-            own = dist.get_rank(shard_group), dist.get_world_size(shard_group)
-            dist.all_gather_object(positions, own, group=replica_group)
-            if len(set(positions)) > 1:
-                raise ValueError("hsdp needs one rank of each replica, with the same shard of each")
+    if not zero.takes_shards and any(hasattr(p, "placement") for p in zero.model.parameters()):
+        advice = "take ComposedZeRO or ComposedFSDP, of composition.py"
+        raise ValueError(f"another technique has cut the model, which the norm must know: {advice}")
 
 
 def check_zero_call(zero, call):
@@ -678,11 +537,12 @@ def check_load_state_dict(zero):
 def check_zero_gradient(zero, bucket):
     if bucket not in zero.queue:
         raise RuntimeError(
-            f"a gradient came after its bucket was reduced: there were more backward passes than"
-            f" microbatches={zero.microbatches}, or no zero_grad(). For several stages or a split"
-            " backward write ZeRO(..., pipeline_stages={stage: module}) and Pipeline(...,"
-            " around=zero.around); for a weight with two gradients per micro-batch"
-            " weight.used_twice = True (zero_bubble.py); a unit of fsdp.py runs once per forward"
+            "a gradient came after its bucket was reduced: there were more backward passes than"
+            f" microbatches={zero.microbatches}, or no zero_grad(); with several stages or a split"
+            " backward take ComposedZeRO(..., pipeline_stages={stage: module}), of composition.py,"
+            " and Pipeline(..., around=zero.around); for a weight with two gradients per"
+            " micro-batch weight.used_twice = True (zero_bubble.py); a unit of fsdp.py runs once"
+            " per forward"
         )
 
 
@@ -719,12 +579,18 @@ def demo(run):
     group, hsdp = zero_flags.make_groups(run)
     model = run.meta_model()
     options = zero_flags.options(run, model, args.stage)
-    options |= dict(microbatches=args.microbatches, hsdp=hsdp)
+    options["microbatches"] = args.microbatches
     options["make_optimizer"] = functools.partial(harness.make_optimizer, args=args)
+    zero_class, fsdp_class = ZeRO, fsdp.FSDP
+    if hsdp:  # --shard-ranks
+        import composition  # not above: it imports fsdp.FSDP, which is not complete there
+
+        zero_class, fsdp_class = composition.ComposedZeRO, composition.ComposedFSDP
+        options["hsdp"] = hsdp
     if args.stage == 3:
-        zero = fsdp.FSDP(model, group, **options)
+        zero = fsdp_class(model, group, **options)
     else:
-        zero = ZeRO(model, group, args.stage, **options)
+        zero = zero_class(model, group, args.stage, **options)
     for step in run.steps(zero):
         zero.zero_grad()
         loss = torch.zeros((), dtype=torch.float64, device=run.device)

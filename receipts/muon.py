@@ -24,16 +24,17 @@ def owned_by(muon, groups):
     names = {group: name for name, group in groups.items() if isinstance(group, dist.ProcessGroup)}
     matrices = others = 0
     partial, gathered = {}, {}
+    cuts_within = getattr(muon.muon, "cuts_within", lambda p: ())  # composition.ShardedMuon's
     for bucket in muon.buckets:
         size = bucket.own_slice.stop - bucket.own_slice.start
         if bucket.owner is None:
             others += size
         else:
             matrices += size
-        for group in bucket.partial:
+        for group in getattr(bucket.parameters[0], "placement", {}).get("partial", ()):
             partial[names[group]] = partial.get(names[group], 0) + size
         for p in bucket.parameters if bucket.owner is not None and size else ():
-            for _, (group, _, _) in muon.muon.cuts_within(p):
+            for _, (group, _, _) in cuts_within(p):
                 gathered[names[group]] = gathered.get(names[group], 0) + p.numel()
     return Owned(matrices, others, partial, gathered)
 

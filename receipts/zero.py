@@ -40,17 +40,17 @@ class Split(NamedTuple):
     across: Group | None = None  # those with the same shards, of other copies
 
 
-def expected(sizes, group, stage, flags, scatter, passes, splits, partial=()):
+def expected(sizes, group, stage, flags, scatter, passes, splits, partial=(), scalars=2):
     """(sent, held).
 
-    group     the data-parallel ranks, which sum the loss and the norm
+    group     the data-parallel ranks, which sum the `scalars`: the loss and the norm
     flags     bucket_mb, reduce_once, keep_gathered and offload, as of zero.py and train.py
     scatter   the operation that a reduce-scatter is counted as
     passes    [(kind, stage)] of the rank's forwards ("F") and backwards ("B"; in two parts: "I",
               then "W", which completes the gradients) in their order
     splits    the Split of all weights; or that of most, and that of the experts
     partial   Groups over which gradients are partial sums after backward"""
-    sent = summed(group, 2 * SCALAR, "the loss and the norm, 8 bytes each")
+    sent = summed(group, scalars * SCALAR, "the loss; the norm; 8 bytes each")
     buckets = buckets_of(sizes, stage, flags, splits)
     each = stage >= 2 and not flags.reduce_once
     gathers = [1] * len(buckets)
@@ -213,7 +213,8 @@ def of_demo(run):
         split = Split(Group("inside", n, run.rank % n), across)
     passes = [("F", 0), ("B", 0)] * args.microbatches
     scatter = scatter_operation(dist.group.WORLD)
-    sent, held = expected(sizes, group, stage, args, scatter, passes, [split])
+    scalars = 2 if stage else 1  # stage 0 has the whole gradient on every rank
+    sent, held = expected(sizes, group, stage, args, scatter, passes, [split], scalars=scalars)
     del held["activations_peak"]  # the measured peak has gradients that fill buckets, too
     if stage == 3:
         buckets = buckets_of(sizes, stage, args, [split])

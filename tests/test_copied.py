@@ -269,10 +269,9 @@ def assert_trained(named, whole, piece=lambda full, p: full):
         ("parameter_server", "serve", "torch", "sgd"),
         ("zero", "PlainZeRO", "mlp", "SGD"),
         ("zero", "PlainZeRO", "torch", "adamw"),
-        ("zero", "OverlappedZeRO", "torch", "AdamW"),
         ("zero", "ZeRO", "torch", "AdamW"),
         ("zero fsdp", "FSDP", "torch", "AdamW"),
-        ("muon", "OverlappedMuon", "torch", "Muon"),
+        ("muon", "Muon", "torch", "Muon"),
     ],
 )
 def test_usage_of_data_parallelism(copied, files, of, model, optimizer):
@@ -294,11 +293,6 @@ def test_usage_of_data_parallelism(copied, files, of, model, optimizer):
             names["batches"] = [(*part, count) for [part], count in names["batches"]]
         else:
             code = usage(getattr(module, of)).replace("torch.optim.SGD", "make")
-        if of.startswith("Overlapped"):  # it shows the name of the full class
-            names[of.removeprefix("Overlapped")] = getattr(module, of)
-        if of == "ZeRO":  # replicas of one rank each; the loop is the other class's
-            names |= dict(node=[dist.new_group([r]) for r in range(3)][rank], across=group.WORLD)
-            code += "\n" + usage(module.OverlappedZeRO).partition("\n")[2]
         if of == "PlainZeRO":
             names["target_count"] = names["batches"][0][1]
             names["batches"] = [part for [part], _ in names["batches"]]
@@ -306,7 +300,7 @@ def test_usage_of_data_parallelism(copied, files, of, model, optimizer):
         weights, clips = use.named(), of.endswith(("ZeRO", "FSDP", "Muon")) and of != "PlainZeRO"
         whole = one_process(model, optimizer, limit=1.0 if clips else 0)
         if clips:
-            sharded = names[of.removeprefix("Overlapped").lower()]
+            sharded = names[of.lower()]
             weights = dict(sharded.gather_full([*weights.items()]))
         if of in ("push", "serve", "PlainZeRO"):  # no rank has all gradients
             whole = None, dict.fromkeys(whole[1]), whole[2]

@@ -31,7 +31,6 @@ DDP([p.detach() for p in model.parameters()], world)  # no parameter needs a gra
 """,
     "zero": """
 ZeRO(model, world, {3 | 4}, SGD)  # there is no stage ... 3 is fsdp.FSDP
-ZeRO(model, world, 2, SGD, hsdp={world: (world, world)})  # one rank of each replica, with the same
 ZeRO(nn.Linear(4, 4, bias=False), world, 2, torch.optim.{Adafactor | LBFGS | Muon})
     # needs whole matrices
 torch.optim.lr_scheduler.StepLR(ZeRO(model, world, 2, SGD), 1)  # ZeRO is not an Optimizer
@@ -52,6 +51,12 @@ Muon(model, world, {[model[1].bias] | [weight] | [model[1].weight.detach()]})
     # is no matrix of the model, nor a stack
 (lambda conv: Muon(conv, world, [conv.weight]))(nn.Conv2d(3, 4, 2))  # is no matrix
 Muon(model, world, iter([]))  # no matrices
+""",
+    "zero fsdp muon composition": """
+ComposedZeRO(model, world, 2, SGD, hsdp={world: (world, world)})
+    # one rank of each replica, with the same
+setattr(model[1].weight, "placement", {}) or ZeRO(model, world, 1, SGD)  # has cut the model
+setattr(model[1].weight, "placement", {}) or Muon(model, world, [model[1].weight])  # has cut
 """,
     "tensor_parallel": """
 parallelize_tensors(three_heads, world)

@@ -12,9 +12,11 @@ from tops import in_one_file
 TECHNIQUES = ["collectives", "ddp", "parameter_server", "zero", "fsdp"]
 TECHNIQUES += ["tensor_parallel", "sequence_parallel", "pipeline", "zero_bubble", "dualpipe"]
 TECHNIQUES += ["context_parallel", "packed_documents", "expert_parallel", "muon", "diloco"]
-# Lessons whose tops build on the one before
-BUILDS_ON = {"fsdp": "zero", "sequence_parallel": "tensor_parallel", "zero_bubble": "pipeline"}
-BUILDS_ON |= {"dualpipe": "zero_bubble", "packed_documents": "context_parallel"}
+TECHNIQUES += ["composition"]
+# Lessons whose tops build on others
+BUILDS_ON = {"fsdp": ["zero"], "sequence_parallel": ["tensor_parallel"]}
+BUILDS_ON |= {"zero_bubble": ["pipeline"], "dualpipe": ["zero_bubble", "pipeline"]}
+BUILDS_ON |= {"packed_documents": ["context_parallel"], "composition": ["zero", "fsdp", "muon"]}
 OTHERS = [
     "README.md",
     "LICENSE",
@@ -142,8 +144,7 @@ def test_there_is_no_circle():
     graph, done = arrows(), set()
     for name in TECHNIQUES:
         graph[name] = {target for target in graph[name] if target not in TECHNIQUES}
-        if name in BUILDS_ON:
-            graph[name].add(BUILDS_ON[name])
+        graph[name] |= {*BUILDS_ON.get(name, ())}
 
     def visit(name, path):
         assert name not in path, " -> ".join([*path, name])
@@ -162,8 +163,7 @@ def test_the_top_stands_alone(name):
     that it builds on."""
     text = (ROOT / f"{name}.py").read_text()
     top = ast.parse(text.partition(f"\n{DEMO}\n")[0])
-    base = BUILDS_ON.get(name)
-    allowed = {"torch", *sys.stdlib_module_names, base, BUILDS_ON.get(base)}
+    allowed = {"torch", *sys.stdlib_module_names, *BUILDS_ON.get(name, ())}
     for node in ast.walk(top):
         imported = []
         if isinstance(node, ast.Import):

@@ -343,10 +343,10 @@ padding gets a gradient: ddp:DDP.finish
 one bias left out: ddp:DDP.__init__
     Counter(parameters) -> all_but_a_bias(parameters)
     gpt2 --dp 2 -> step 1, backward -> add up to the right one: never summed over dp
-ZeRO sums twice: zero:OverlappedZeRO.finish
+ZeRO sums twice: zero:ZeRO.finish
     self.last_call = "finish" -> + [b.gradient_shard.mul_(2) for b in self.trained_buckets]
     gpt2 --dp 2 --zero 3 -> step 1, backward -> summed once too often, or not averaged, over dp (2)
-copies not summed: zero:ZeRO.shard_is_summed
+copies not summed: composition:Composed.shard_is_summed
     if bucket.passes_left == 0: -> if False:
     sgd --dp 4 --zero 2 --zero-ranks 2 -> step 1, backward -> never summed over inside or across
 no rank adds to a shard: zero:ShardedBucket.start_reduction
@@ -367,7 +367,7 @@ first piece on every rank: tensor_parallel:span
 all shards equal: harness.placement:placement
     "placement", {}) -> "placement", {}) | first_cuts(parameter)
     sgd --tp 2 -> step 1, forward: the output of blocks.0 on all ->
-shared kv-heads counted twice: zero:count_copies
+shared kv-heads counted twice: composition:count_copies
     [*grid, *sums] -> grid
     grouped --tp 4 --zero 1 -> step 1, the norm ->
 gradients of keys never come home: packed_documents:SendHome.__call__

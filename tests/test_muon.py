@@ -10,6 +10,7 @@ import torch.nn as nn
 from foreign import by_singular_values
 from reference import case
 
+import composition
 import muon
 import tensor_parallel
 
@@ -81,7 +82,7 @@ def test_shards_step_as_the_whole(ranks, world):
                 shard = tensor_parallel.shard(whole, dim, dist.group.WORLD)
                 shard.grad = tensor_parallel.shard(gradients, dim, dist.group.WORLD).detach()
                 whole.grad = gradients.detach()
-                plain, sharded = muon.PlainMuon([whole]), muon.ShardedMuon([shard])
+                plain, sharded = muon.PlainMuon([whole]), composition.ShardedMuon([shard])
                 for _ in range(2):
                     plain.step()
                     sharded.step()
@@ -99,7 +100,7 @@ def test_largest_first_each_to_the_rank_with_the_least(ranks):
     parameters = matrices(shapes=[(8, 8), (8, 32), (4, 4), (8, 32), (2, 8, 8), (8, 16)])
 
     def work(rank):
-        owners = muon.deal_to_owners(parameters, dist.group.WORLD)
+        owners = muon.deal_to_owners(parameters, 3)
         return [owners[p] for p in parameters]
 
     assert ranks(3, work) == [[0, 0, 1, 1, 2, 2]] * 3

@@ -14,8 +14,8 @@ import torch.nn as nn
 from reference import CONFIGS, batch, case, make_optimizer, plain_forward, train_rank
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import composition
 import fsdp
-import harness
 import model as gpt
 import proof
 import zero
@@ -193,16 +193,6 @@ def test_shards_are_the_model_and_differ(ranks):
 # --- copies of shards: HSDP. test_layouts.py trains with them
 
 
-def test_copies_of_nothing_are_refused():
-    for size, ranks_there, stage, words in (
-        (3, 4, 1, "3 does not divide the 4 ranks: give a divisor"),
-        (2, 4, 0, "means nothing in stage 0, which splits nothing: leave it out"),
-    ):
-        with pytest.raises(harness.Refused, match=words):
-            where = f"the {ranks_there} ranks"
-            zero_flags.check_ranks("--shard-ranks", size, ranks_there, where, stage)
-
-
 def test_who_splits_a_copy_and_who_has_another():
     """Ranks of 2 pipeline stages x 8 data-parallel ranks, in groups of 4; experts on 2 of these, or
     on all 8, of which no group of 4 has two copies."""
@@ -288,8 +278,8 @@ def test_the_formulas_of_bytes_are_the_papers():
     ):
         usual = dict(bucket_mb=25, reduce_once=False, keep_gathered=False, offload=False)
         given = argparse.Namespace(**usual | flags), "reduce_scatter", [("F", 0), ("B", 0)] * 2
-        group, scalars = Group("dp", 4), 2  # the loss and the norm, 8 bytes each
-        words["all_reduce"] = words.get("all_reduce", 0) + 2 * scalars * 8 / e
+        group = Group("dp", 4)
+        words["all_reduce"] = words.get("all_reduce", 0) + 2 * 2 * 8 / e  # the loss and the norm
         splits = [zero_bytes.Split(group)]
         sent, _ = zero_bytes.expected(Sizes(config, 12, 12, 2, e), group, stage, *given, splits)
         assert {op: size for (op, _), (size, _) in sent.items()} == {
@@ -341,7 +331,12 @@ DEMOS = {
         "--stage 2 --param-dtype bfloat16 --prove 0",
         "--stage 3 --param-dtype bfloat16 --reduce-dtype float32 --prove 0",
     ],
-    4: ["--stage 3 --dtype float64 --shard-ranks 2 --microbatches 3 --optimizer sgd --lr 0.3"],
+    4: [
+        "--stage 3 --dtype float64 --shard-ranks 2 --microbatches 3 --optimizer sgd --lr 0.3",
+        "--dtype float64 --tp 1",
+        "--dtype float64 --tp 2 --microbatches 3 --family llama --kv-heads 2 --optimizer sgd",
+        "--dtype float64 --tp 4",
+    ],
 }
 
 
@@ -349,13 +344,15 @@ DEMOS = {
 def test_demo(ranks, text, world):
     def work(rank):
         for flags in DEMOS[world]:
-            args = zero.flags().parse_args(f"{FLAGS} {flags} --data {text}".split())
+            lesson = composition if "--tp" in flags else zero
+            args = lesson.flags().parse_args(f"{FLAGS} {flags} --data {text}".split())
             run = proof.Run(args, rank, world, torch.device("cpu"))
             with case(flags):
-                assert zero.demo(run) == 0
-                if rank == 0:
+                assert lesson.demo(run) == 0
+                if rank == 0 and lesson is zero:
                     groups = {row["group"] for row in run.result["sent"]}
                     assert groups == ({"dp", "inside", "across"} if args.shard_ranks else {"dp"})
+                if rank == 0:
                     assert run.result["ok"]
                     assert args.prove == 0 or max(run.result["max_error"].values()) < 1e-10
 

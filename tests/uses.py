@@ -30,7 +30,7 @@ from torch.distributed import group
 from torch.utils.checkpoint import checkpoint
 
 TOPS = "collectives ddp zero fsdp tensor_parallel sequence_parallel pipeline zero_bubble"
-TOPS += " dualpipe context_parallel packed_documents expert_parallel muon diloco"
+TOPS += " dualpipe context_parallel packed_documents expert_parallel muon diloco composition"
 WAYS = {
     "naive": dict(bucket_bytes=0, overlap=False),
     "bucketed": dict(bucket_bytes=800, overlap=False),
@@ -228,26 +228,25 @@ class Layout(OneProcess):
             listed = [p for part in parts for p in part.parameters()]
             self.sync = ddp.DDP(listed, self.data, self.microbatches, **WAYS[way] | options)
         elif kind == "muon":
-            import muon
+            import composition
 
             matrices = [p for p in self.trained.parameters() if p.full_name in self.matrices]
             options = dict(lr=1e-2, pipeline_stages=self.stages) | options
             options = dict(microbatches=self.microbatches) | options
-            self.sharded = muon.Muon(self.trained, self.data, matrices, **options)
+            self.sharded = composition.ComposedMuon(self.trained, self.data, matrices, **options)
             for settings in self.sharded.adamw.param_groups:
                 settings["eps"] = 1e-5  # as foreign.py's
         elif kind == "fsdp" or kind in ("zero 0", "zero 1", "zero 2"):
-            import zero
+            import composition
 
             options |= dict(microbatches=self.microbatches, pipeline_stages=self.stages)
             if units:
                 options["units"] = units(self.model)
             if kind == "fsdp":
-                import fsdp
-
-                make = functools.partial(fsdp.FSDP, self.trained, self.data)
+                make = functools.partial(composition.ComposedFSDP, self.trained, self.data)
             else:
-                make = functools.partial(zero.ZeRO, self.trained, self.data, int(kind[-1]))
+                stage = int(kind[-1])
+                make = functools.partial(composition.ComposedZeRO, self.trained, self.data, stage)
                 options = {"bucket_bytes": 1000} | options
             self.sharded = make(self.make_optimizer, **options)
             if native:  # reduce-scatter as on nccl
@@ -367,18 +366,13 @@ class Layout(OneProcess):
     def norm(self):
         if self.sharded:
             return self.sharded.grad_norm(self.pp if self.stages else None)
+        import composition
         import tensor_parallel
 
-        counted, ends = [], getattr(self, "ends", None)
-        for p in self.trained.parameters():
-            tied = ends in getattr(p, "placement", {}).get("partial", ())
-            if not tied or dist.get_rank(ends) == 0:  # once, of two stages
-                counted.append(p)
+        parameters = list(self.trained.parameters())
         for ranks in (self.tp, self.ep) if self.with_experts else (self.tp,):
-            tensor_parallel.check_replicas_agree(counted, ranks)
-        square = tensor_parallel.grad_norm(counted).square()
-        dist.all_reduce(square, group=self.pp)
-        return square.sqrt()
+            tensor_parallel.check_replicas_agree(parameters, ranks)
+        return composition.norm_in_grid(parameters, self.data, self.pp if self.stages else None)
 
     def clip(self, norm):
         if self.sharded:

@@ -1,0 +1,401 @@
+"""Two kinds of parallelism at once: a grid of ranks, of which each technique gets rows or columns.
+
+              tp 0    tp 1
+    dp 0        0       1      a row     tensor parallelism: ranks that cut the same layers
+    dp 1        2       3      a column  data parallelism: ranks with the same shards, other data
+
+Order     First a technique cuts the model: by tensors, experts or stages. Then data parallelism
+          (DDP, ZeRO, FSDP, Muon) treats what a rank has as its model, over the ranks of a column.
+Told      By one attribute, which the cutting techniques write and the others read. A parameter
+          without it is whole on every rank of a row.
+
+    p.placement = {
+        "shape":   shape of the whole
+        "cuts":    {dimension: (group, start, length)}    its ranks have different shards of p
+        "partial": [group]      backward leaves a partial sum: add it up over the group, too
+        "data":    group        the ranks to sum p's gradient over, if not those of the column
+    }
+
+Norm      Each element counts once: every rank squares its part of each gradient, divides by the
+          number of ranks that have the same part, and the grid adds up.
+Sent      What each technique sends alone, over its groups. One number for the norm per dimension.
+Use       docs/use/two-techniques.md has the loop for each pair, on a model of plain modules.
+Copy      The tops of the files whose class you compose, too, and this one without the others.
+
+    torchrun --nproc_per_node=4 composition.py --tp 2           python train.py --tp 2 --zero 3
+
+Narayanan et al. 2021, arXiv:2104.04473. Zhao et al. 2023 (hybrid sharding), arXiv:2304.11277.
+"""
+
+import contextlib
+import math
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+
+from fsdp import FSDP
+from muon import Muon, PlainMuon, deal_to_owners, flops
+from zero import ZeRO
+
+# --- the plainest form: sum each gradient over the ranks that saw other data, and take the norm
+
+
+def sum_in_grid(parameters, data_group):
+    """After the last backward of a step, on every rank of the grid: each p.grad becomes that of the
+    whole batch. Every rank needs a gradient of every parameter that it has.
+
+        sum_in_grid(model.parameters(), dp)         # a column: other data, the same shards
+        norm = norm_in_grid(model.parameters(), dp)
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
+        optimizer.step()"""
+    for p in parameters:
+        for group in [placed(p, "data", data_group), *placed(p, "partial", ())]:
+            dist.all_reduce(p.grad, group=group)
+
+
+def norm_in_grid(parameters, data_group, pipeline_group=None):
+    """The norm of the whole model's gradient: a float64 scalar, the same on all ranks.
+    pipeline_group: the ranks with the other stages of a pipeline."""
+    parameters = list(parameters)
+    parts = [(p, p.grad, 1) for p in parameters if p.grad is not None]
+    return norm_of_parts(parts, grid_of(parameters, data_group), pipeline_group)
+
+
+def norm_of_parts(parts, grid, pipeline_group=None):
+    """As norm_in_grid. parts: [(parameter, this rank's part of its gradient, the number of shards
+    into which data parallelism has split it)]. grid: of grid_of."""
+    gradients = {}  # {number of ranks that have the same part: gradients}
+    for p, gradient, shards in parts:
+        copies = count_copies(p, shards, grid, pipeline_group)
+        gradients.setdefault(copies, []).append(gradient)
+    square = torch.zeros((), dtype=torch.float64, device=parts[0][1].device)
+    for copies, equal in gradients.items():
+        norms = torch.stack(torch._foreach_norm(equal, dtype=torch.float64))
+        square += norms.square().sum() / copies
+    for group in [*grid, pipeline_group]:
+        if group is not None and dist.get_world_size(group) > 1:
+            dist.all_reduce(square, group=group)
+    return square.sqrt()
+
+
+def grid_of(parameters, data_group):
+    """The groups of a grid, whose ranks hold all of these parameters: data_group, and the groups
+    that cut some of them, and so replicate the others."""
+    cuts = []
+    for p in parameters:
+        if placed(p, "data", data_group) is data_group:  # not experts: theirs cut nothing else
+            cuts.append(groups_cutting(p))
+    return [data_group, *max(cuts, key=len, default=[])]
+
+
+def count_copies(p, shards, grid, pipeline_group):
+    """How many ranks of the grid have the same part of p's gradient as this rank."""
+    cuts = groups_cutting(p)
+    different = [dist.get_world_size(group) for group in cuts]
+    # Partial sums that were added up are equal, on ranks of a cut or on two pipeline stages
+    outer = [*cuts, pipeline_group]
+    sums = [group for group in placed(p, "partial", ()) if is_within(group, outer)]
+    equal = [dist.get_world_size(group) for group in [*grid, *sums]]
+    return math.prod(equal) / math.prod(different) / shards
+
+
+def placed(p, key, default):
+    """An entry of p.placement."""
+    return getattr(p, "placement", {}).get(key) or default
+
+
+def groups_cutting(p):
+    return [group for group, _, _ in placed(p, "cuts", {}).values()]
+
+
+def is_within(inner, outers):
+    """Whether the ranks of a group are among those of one of the others, of which some are None."""
+    ranks = set(dist.get_process_group_ranks(inner))
+    outers = [group for group in outers if group is not None]
+    return any(ranks.issubset(dist.get_process_group_ranks(outer)) for outer in outers)
+
+
+# --- ZeRO and FSDP in a grid
+
+
+class Composed:
+    """What ZeRO and FSDP do beside other techniques. The loop and the other arguments are theirs.
+
+        zero = ComposedZeRO(model, dp, 1, torch.optim.AdamW, microbatches=2)
+
+    hsdp             {group: (node, across)}: hybrid sharding. The ranks of `node` split a replica
+                     of what `group` would; those of `across`, one of each node, have equal shards
+    pipeline_stages  {stage: its module}, of a rank with several. Each has a backward pass per
+                     micro-batch. Pipeline(..., around=zero.around) says which one is running"""
+
+    takes_shards = True  # of techniques that cut the model before
+
+    def __init__(self, model, group, *arguments, hsdp=None, pipeline_stages=None, **options):
+        self.hsdp = hsdp or {}
+        self.pipeline_stages = pipeline_stages or {None: model}
+        self.replica_sums = []  # HSDP's sums of shards over replicas, on their way
+        self.action = None  # what a pipeline is running: see `around`
+        self.stages_of = dict.fromkeys(model.parameters(), ())  # the pipeline stages that use it
+        for stage, part in self.pipeline_stages.items():
+            for p in part.parameters():
+                self.stages_of[p] += (stage,)
+        super().__init__(model, group, *arguments, **options)
+        del self.stages_of  # its parameters are no longer the model's
+        check_hsdp(self.hsdp)
+
+    def kind_of(self, p):
+        partial = tuple(placed(p, "partial", ()))
+        return *super().kind_of(p), placed(p, "data", self.group), partial, self.stages_of[p]
+
+    def make_bucket(self, parameters, **options):
+        data_group = placed(parameters[0], "data", self.group)
+        shard_group, *replica_groups = self.hsdp.get(data_group, [data_group])
+        stages = self.stages_of[parameters[0]]  # each has backward passes of its own
+        passes = self.microbatches * len(stages)
+        bucket = super().make_bucket(parameters, group=shard_group, passes=passes, **options)
+        bucket.replica_groups = [group for group in replica_groups if group is not None]  # 0 or 1
+        bucket.pipeline_stages = stages
+        return bucket
+
+    @contextlib.contextmanager
+    def around(self, action):
+        """For Pipeline(..., around=zero.around), which says what it is running."""
+        self.action = action
+        try:
+            yield
+        finally:
+            self.action = None
+
+    def buckets_of_pass(self):
+        buckets = super().buckets_of_pass()
+        if self.action is None:
+            return buckets
+        return [b for b in buckets if self.action.stage in b.pipeline_stages]
+
+    def _reduce_ready(self, anyway=()):
+        # Of a backward in two parts (zero_bubble.py) "I" is the input's. The weights' will follow
+        if self.action is None or self.action.kind != "I":
+            super()._reduce_ready(anyway)
+
+    def shard_is_summed(self, bucket):
+        if bucket.passes_left == 0:
+            for group in bucket.replica_groups:
+                work = dist.all_reduce(bucket.gradient_shard, group=group, async_op=True)
+                self.replica_sums.append(work)
+
+    def finish(self):
+        if self.last_call == "finish":
+            return
+        super().finish()
+        while self.replica_sums:
+            self.replica_sums.pop().wait()
+        for bucket in self.trained_buckets:
+            for group in placed(bucket.parameters[0], "partial", ()):  # mostly none: not overlapped
+                dist.all_reduce(bucket.gradient_shard, group=group)
+
+    def grad_norm(self, pipeline_group=None):
+        """pipeline_group: the ranks with the other stages of a pipeline."""
+        self.finish()
+        parts = []
+        for bucket in self.trained_buckets:
+            for i, p in enumerate(bucket.parameters):
+                parts.append((p, bucket.part_of(i, bucket.gradient_shard), bucket.ranks))
+        grid = grid_of(self.model.parameters(), self.group)
+        return norm_of_parts(parts, grid, pipeline_group)
+
+
+class ComposedZeRO(Composed, ZeRO):
+    """ZeRO in a grid: see Composed."""
+
+
+class ComposedFSDP(Composed, FSDP):
+    """FSDP in a grid: see Composed. Each pipeline stage has units of its own."""
+
+    def make_units(self, model, units):
+        self.units_of_stage = {}
+        for stage, part in self.pipeline_stages.items():
+            inside = set(part.modules())
+            own = None if units is None else [module for module in units if module in inside]
+            self.units_of_stage[stage] = super().make_units(part, own)
+        return sum(self.units_of_stage.values(), [])
+
+    def running_units(self):
+        # Another stage's unit may still be between its forward and its backward
+        return self.units if self.action is None else self.units_of_stage[self.action.stage]
+
+
+# --- Muon in a grid
+
+
+class ShardedMuon(PlainMuon):
+    """PlainMuon for shards of matrices. All ranks that share a matrix gather the direction, iterate
+    on the whole, and keep their part."""
+
+    def update_of(self, direction, p, dtype):
+        cuts = self.cuts_within(p)
+        if not cuts:
+            return super().update_of(direction, p, dtype)
+        [(dim, (group, start, length))] = cuts  # tensor parallelism cuts in one dimension
+        shards = [torch.empty_like(direction) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(shards, direction, group=group)
+        # Without the padding of the last shards, so that the scale is that of the true shape
+        whole = torch.cat(shards, dim).narrow(dim, 0, p.placement["shape"][dim])
+        update = super().update_of(whole, p, dtype).narrow(dim, start, length)
+        padded = torch.zeros_like(p)
+        padded.narrow(dim, 0, length).copy_(update)
+        return padded
+
+    def cuts_within(self, p):
+        """[(dimension, cut)] of the cuts that go through p's matrices. A cut between matrices, such
+        as heads or a stack's experts, leaves each whole. Dimension None cuts none: the other ranks
+        have other matrices, such as experts that are modules."""
+        first = 1 if hasattr(p, "matrix_rows") else p.dim() - 2
+        cuts = placed(p, "cuts", {}).items()
+        return [(dim, cut) for dim, cut in cuts if dim is not None and dim >= first]
+
+    found_inf = None  # a tensor: where it is 1 a step changes nothing, as in torch's optimizers
+
+    def step_on(self, p, lr, **settings):
+        if self.found_inf is not None:
+            # lr = 0 keeps the weights. A gradient that equals the average keeps the average
+            average = self.state[p].get("average", 0.0)
+            p.grad.copy_(torch.where(self.found_inf > 0, average, p.grad))
+            lr = lr * (1 - self.found_inf.double())
+        super().step_on(p, lr, **settings)
+
+
+class ComposedMuon(Muon):
+    """Muon in a grid. The loop and the other arguments are Muon's.
+
+    pipeline_stages  {stage: its module}, of a rank with several"""
+
+    optimizer_class = ShardedMuon
+    takes_shards = True
+
+    def __init__(self, model, group, *arguments, pipeline_stages=None, **options):
+        modules = pipeline_stages.values() if pipeline_stages else [model]
+        # A tied matrix gets a gradient from each stage that uses it
+        self.uses = Counter(p for module in modules for p in module.parameters())
+        super().__init__(model, group, *arguments, **options)
+
+    def kind_of(self, p):
+        partial = tuple(placed(p, "partial", ()))
+        return *super().kind_of(p), placed(p, "data", self.group), partial, *groups_cutting(p)
+
+    def owners_of(self, matrices):
+        def work(p):  # of the whole matrix
+            return flops(p, placed(p, "shape", p.shape))
+
+        owners = {}
+        for group in {placed(p, "data", self.group): None for p in matrices}:
+            own = [p for p in matrices if placed(p, "data", self.group) is group]
+            owners |= deal_to_owners(own, dist.get_world_size(group), work)
+        return owners
+
+    def make_bucket(self, parameters, owner):
+        data_group = placed(parameters[0], "data", self.group)
+        bucket = super().make_bucket(parameters, owner, data_group)
+        bucket.grads_per_step = self.microbatches * sum(self.uses[p] for p in parameters)
+        return bucket
+
+    def finish(self):
+        if self.finished:
+            return
+        super().finish()
+        for bucket in self.buckets:
+            for group in placed(bucket.parameters[0], "partial", ()):  # mostly none: not overlapped
+                if len(bucket.own_gradient):
+                    dist.all_reduce(bucket.own_gradient, group=group)
+
+    def grad_norm(self, pipeline_group=None):
+        """pipeline_group: the ranks with the other stages of a pipeline."""
+        self.finish()
+        parts = []
+        for bucket in self.buckets:  # of parameters that are cut alike
+            shards = dist.get_world_size(bucket.group)
+            parts.append((bucket.parameters[0], bucket.own_gradient, shards))
+        grid = grid_of(self.model.parameters(), self.group)
+        return norm_of_parts(parts, grid, pipeline_group)
+
+
+# --- mistakes that would be silent: refused
+
+
+def check_hsdp(hsdp):
+    for shard_group, replica_group in hsdp.values():
+        if replica_group is not None:  # ranks with different shards would be added
+            positions = [None] * dist.get_world_size(replica_group)
+            own = dist.get_rank(shard_group), dist.get_world_size(shard_group)
+            dist.all_gather_object(positions, own, group=replica_group)
+            if len(set(positions)) > 1:
+                raise ValueError("hsdp needs one rank of each replica, with the same shard of each")
+
+
+# --- demo ---
+
+import harness
+import proof
+import receipts.ddp
+import receipts.tensor_parallel
+import tensor_parallel
+from receipts.formulas import Group, add, sizes_of
+
+
+def flags():
+    parser = harness.parser(__doc__)
+    why = "ranks of a row, for tensor parallelism (default: 2)"
+    parser.add_argument("--tp", type=harness.count(1), default=2, metavar="N", help=why)
+    return parser
+
+
+def main():
+    args = flags().parse_args()
+    config = harness.configure(args)
+
+    def check(world):
+        if world % args.tp or config.kv_heads % args.tp:
+            fits = f"the {world} ranks and the {config.kv_heads} key/value heads"
+            raise harness.Refused(f"--tp {args.tp} does not divide {fits}: give a divisor of both")
+        tensor_parallel.check_heads(config, args.tp)
+        harness.check_batch(args, world // args.tp)
+
+    proof.launch(demo, args, check=check)
+
+
+def demo(run):
+    args = run.args
+    grid = torch.arange(run.world).view(-1, args.tp)
+    tp, _ = dist.new_subgroups_by_enumeration(grid.tolist())  # rows
+    dp, _ = dist.new_subgroups_by_enumeration(grid.T.tolist())  # columns
+    run.groups(dp=dp, tp=tp)
+    # First tensor parallelism cuts the model. Data parallelism then takes the shards as they are
+    model = run.fill(tensor_parallel.parallelize_tensors(run.meta_model(), tp))
+    parameters = list(model.parameters())
+    optimizer = harness.make_optimizer(parameters, args)
+    for step in run.steps(optimizer):
+        for p in parameters:
+            p.grad = torch.zeros_like(p)
+        loss = run.zero()
+        # The sequences of this row: each of its ranks gets the same ones
+        for tokens, targets, samples in run.microbatches(step, dp.rank(), dp.size()):
+            # target_count: the tokens of the global batch
+            part = model(tokens, targets=targets, target_count=run.target_count, sample_ids=samples)
+            part.backward()
+            loss += part.detach()
+        dist.all_reduce(loss, group=dp)
+        sum_in_grid(parameters, dp)
+        norm = norm_in_grid(parameters, dp)
+        run.check(loss, norm, model.named)
+        harness.clip(parameters, norm, args.grad_clip)
+        optimizer.step()
+        run.log(loss, norm)
+
+    sizes = sizes_of(args, run.config, dp.size())
+    tensors, held = receipts.tensor_parallel.expected(sizes, Group("tp", args.tp))
+    data, _ = receipts.ddp.expected(sizes, Group("dp", dp.size()), scalars=2)
+    return run.receipt({"dp": dp.size(), "tp": args.tp}, add(tensors, data), held)
+
+
+if __name__ == "__main__":
+    harness.script(main)
