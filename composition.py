@@ -1,26 +1,27 @@
-"""Two kinds of parallelism at once: a grid of ranks, of which each technique gets rows or columns.
+"""Two kinds of parallelism at once, in a grid of ranks: one in the rows, one in the columns.
 
               tp 0    tp 1
-    dp 0        0       1      a row     tensor parallelism: ranks that cut the same layers
-    dp 1        2       3      a column  data parallelism: ranks with the same shards, other data
+    dp 0        0       1      a row     tensor parallelism: shards of the same layers, same data
+    dp 1        2       3      a column  data parallelism: the same shards, other data
 
-Order     First a technique cuts the model: by tensors, experts or stages. Then data parallelism
-          (DDP, ZeRO, FSDP, Muon) treats what a rank has as its model, over the ranks of a column.
-Told      By one attribute, which the cutting techniques write and the others read. A parameter
-          without it is whole on every rank of a row.
+Order     First a technique cuts the model: its tensors, its experts or its layers. Then data
+          parallelism (DDP, ZeRO, FSDP, Muon) takes a rank's shards as the model of its column.
+Sum       A gradient is summed over the ranks that have the same shard and saw other data: over a
+          column. For some parameters the cutting technique says otherwise, by an attribute:
 
     p.placement = {
-        "shape":   shape of the whole
-        "cuts":    {dimension: (group, start, length)}    its ranks have different shards of p
-        "partial": [group]      backward leaves a partial sum: add it up over the group, too
-        "data":    group        the ranks to sum p's gradient over, if not those of the column
+        "shape":   shape of the whole parameter
+        "cuts":    {dimension: (group, start, length)}    the group's ranks have different shards
+        "partial": [group]       after backward p.grad is a partial sum: add over this group, too
+        "data":    group         sum over these ranks instead of the column: an expert's replicas
     }
 
-Norm      Each element counts once: every rank squares its part of each gradient, divides by the
-          number of ranks that have the same part, and the grid adds up.
-Sent      What each technique sends alone, over its groups. One number for the norm per dimension.
+          A parameter without it is whole on every rank of a row.
+Norm      Every element counts once. A rank squares its part of each gradient and divides by the
+          number of ranks that have the same part. The whole grid adds up.
+Sent      What each technique sends alone, over its own groups. For the norm 8 bytes per group.
 Use       docs/use/two-techniques.md has the loop for each pair, on a model of plain modules.
-Copy      The tops of the files whose class you compose, too, and this one without the others.
+Copy      The tops of zero.py, fsdp.py and muon.py, too. Delete the classes that you don't use.
 
     torchrun --nproc_per_node=4 composition.py --tp 2           python train.py --tp 2 --zero 3
 
@@ -38,20 +39,35 @@ from fsdp import FSDP
 from muon import Muon, PlainMuon, deal_to_owners, flops
 from zero import ZeRO
 
-# --- the plainest form: sum each gradient over the ranks that saw other data, and take the norm
+# --- the plainest form: sum each gradient over the right ranks, and count each element once
 
 
 def sum_in_grid(parameters, data_group):
-    """After the last backward of a step, on every rank of the grid: each p.grad becomes that of the
-    whole batch. Every rank needs a gradient of every parameter that it has.
+    """After the backward passes of a step: each p.grad becomes that of the whole batch.
 
-        sum_in_grid(model.parameters(), dp)         # a column: other data, the same shards
-        norm = norm_in_grid(model.parameters(), dp)
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
-        optimizer.step()"""
+        parallelize(model, tp)                       # a row: it writes p.placement
+        for micro_batches, target_count in batches:  # this row's; the targets of all rows
+            optimizer.zero_grad()
+            for x, y in micro_batches:
+                loss = cross_entropy(model(x), y, reduction="sum") / target_count
+                loss.backward()
+            sum_in_grid(model.parameters(), dp)      # a column
+            norm = norm_in_grid(model.parameters(), dp)
+            torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
+            optimizer.step()
+
+    Not overlapped: DDP, or the classes below, start a sum while backward continues."""
     for p in parameters:
-        for group in [placed(p, "data", data_group), *placed(p, "partial", ())]:
-            dist.all_reduce(p.grad, group=group)
+        if p.requires_grad:
+            if p.grad is None:  # this rank's rows did not use p, but other ranks wait for its part
+                p.grad = torch.zeros_like(p)
+            for group in [placed(p, "data", data_group), *placed(p, "partial", ())]:
+                dist.all_reduce(p.grad, group=group)
+
+
+def placed(p, key, default):
+    """An entry of p.placement."""
+    return getattr(p, "placement", {}).get(key) or default
 
 
 def norm_in_grid(parameters, data_group, pipeline_group=None):
@@ -63,8 +79,8 @@ def norm_in_grid(parameters, data_group, pipeline_group=None):
 
 
 def norm_of_parts(parts, grid, pipeline_group=None):
-    """As norm_in_grid. parts: [(parameter, this rank's part of its gradient, the number of shards
-    into which data parallelism has split it)]. grid: of grid_of."""
+    """The same for shards of gradients. parts: [(parameter, this rank's part of its gradient, the
+    number of shards into which its data-parallel ranks have split it)]. grid: of grid_of."""
     gradients = {}  # {number of ranks that have the same part: gradients}
     for p, gradient, shards in parts:
         copies = count_copies(p, shards, grid, pipeline_group)
@@ -80,17 +96,22 @@ def norm_of_parts(parts, grid, pipeline_group=None):
 
 
 def grid_of(parameters, data_group):
-    """The groups of a grid, whose ranks hold all of these parameters: data_group, and the groups
-    that cut some of them, and so replicate the others."""
+    """The groups of the grid: the column, and the groups that cut some parameters. Those replicate
+    the other parameters. All of these ranks together hold each parameter at least once."""
     cuts = []
     for p in parameters:
-        if placed(p, "data", data_group) is data_group:  # not experts: theirs cut nothing else
+        if placed(p, "data", data_group) is data_group:  # experts' groups are parts of a column
             cuts.append(groups_cutting(p))
     return [data_group, *max(cuts, key=len, default=[])]
 
 
+def groups_cutting(p):
+    return [group for group, _, _ in placed(p, "cuts", {}).values()]
+
+
 def count_copies(p, shards, grid, pipeline_group):
-    """How many ranks of the grid have the same part of p's gradient as this rank."""
+    """How many ranks of the grid have the same part of p's gradient as this one: all ranks, divided
+    by the number of different parts."""
     cuts = groups_cutting(p)
     different = [dist.get_world_size(group) for group in cuts]
     # Partial sums that were added up are equal, on ranks of a cut or on two pipeline stages
@@ -98,15 +119,6 @@ def count_copies(p, shards, grid, pipeline_group):
     sums = [group for group in placed(p, "partial", ()) if is_within(group, outer)]
     equal = [dist.get_world_size(group) for group in [*grid, *sums]]
     return math.prod(equal) / math.prod(different) / shards
-
-
-def placed(p, key, default):
-    """An entry of p.placement."""
-    return getattr(p, "placement", {}).get(key) or default
-
-
-def groups_cutting(p):
-    return [group for group, _, _ in placed(p, "cuts", {}).values()]
 
 
 def is_within(inner, outers):
@@ -374,8 +386,7 @@ def demo(run):
     parameters = list(model.parameters())
     optimizer = harness.make_optimizer(parameters, args)
     for step in run.steps(optimizer):
-        for p in parameters:
-            p.grad = torch.zeros_like(p)
+        optimizer.zero_grad(set_to_none=False)  # gradients stay in memory: the receipt counts them
         loss = run.zero()
         # The sequences of this row: each of its ranks gets the same ones
         for tokens, targets, samples in run.microbatches(step, dp.rank(), dp.size()):

@@ -272,6 +272,7 @@ def assert_trained(named, whole, piece=lambda full, p: full):
         ("zero", "ZeRO", "torch", "AdamW"),
         ("zero fsdp", "FSDP", "torch", "AdamW"),
         ("muon", "Muon", "torch", "Muon"),
+        ("zero fsdp muon composition", "sum_in_grid", "torch", "AdamW"),
     ],
 )
 def test_usage_of_data_parallelism(copied, files, of, model, optimizer):
@@ -285,6 +286,7 @@ def test_usage_of_data_parallelism(copied, files, of, model, optimizer):
         if of == "serve":  # one worker is one process
             use.shares, use.share = 1, 0  # all rows
         names = loop_names(use, module) | {"make": use.make_optimizer, "steps": STEPS}
+        names |= dict(dp=group.WORLD, tp=None, parallelize=lambda model, tp: None)  # rows of one
         for p in use.model.parameters():
             if of == "sum_gradients" or of == "push" and p.requires_grad:
                 p.data += rank
@@ -298,7 +300,7 @@ def test_usage_of_data_parallelism(copied, files, of, model, optimizer):
             names["batches"] = [part for [part], _ in names["batches"]]
         exec(code, names)
         weights, clips = use.named(), of.endswith(("ZeRO", "FSDP", "Muon")) and of != "PlainZeRO"
-        whole = one_process(model, optimizer, limit=1.0 if clips else 0)
+        whole = one_process(model, optimizer, limit=1.0 if clips or of == "sum_in_grid" else 0)
         if clips:
             sharded = names[of.lower()]
             weights = dict(sharded.gather_full([*weights.items()]))
