@@ -357,7 +357,7 @@ from receipts.formulas import Group, add, sizes_of
 def flags():
     parser = harness.parser(__doc__)
     why = "ranks of a row, for tensor parallelism (default: 2)"
-    parser.add_argument("--tp", type=harness.count(1), default=2, metavar="N", help=why)
+    parser.add_argument("--tp", **harness.POSITIVE, help=why)
     return parser
 
 
@@ -366,6 +366,7 @@ def main():
     config = harness.configure(args)
 
     def check(world):
+        args.tp = args.tp or min(2, world)
         if world % args.tp or config.kv_heads % args.tp:
             fits = f"the {world} ranks and the {config.kv_heads} key/value heads"
             raise harness.Refused(f"--tp {args.tp} does not divide {fits}: give a divisor of both")
