@@ -147,8 +147,8 @@ class DualPipe(SplitPipeline):
     """A Pipeline that overlaps the pairs of its schedule. pipeline.py explains its arguments.
 
         turns = Turns()
-        # In each layer, as in expert_parallel.py. An ep_group: N ranks that hold the same stages
-        dispatch = ExpertDispatch(expert_counts(E, N), ep_group, before_wait=turns.turn)
+        # In each layer, as in expert_parallel.py. ep_group: ranks that hold the same stages
+        dispatch = ExpertDispatch(E, ep_group, before_wait=turns.turn)
 
         schedule = PairedSchedule(find_schedule("dualpipev", ranks, microbatches).rows)
         pipeline = DualPipe(schedule, forward, (b, T, C), dtype, device, links, turns=turns)

@@ -159,7 +159,7 @@ def sum_replicated_gradients(parameters, group):
 #         dist.broadcast(p.data, group_src=0, group=group)
 #     model.up = shard_experts(model.up, group)  # (E, H, C) -> this rank's experts
 #     model.down = shard_experts(model.down, group)  # (E, C, H). Now make the optimizer
-#     dispatch = ExpertDispatch(expert_counts(E, N), group)
+#     dispatch = ExpertDispatch(E, group)
 #
 #     def mlps(rows, rows_per_expert):
 #         parts = zip(rows.split(rows_per_expert.tolist()), model.up, model.down)
@@ -245,7 +245,7 @@ class Wait(torch.autograd.Function):
 class ExpertDispatch(nn.Module):
     """Like plain_dispatch, overlapped: dispatch(x, router_weights, chosen, experts) -> (n, C).
 
-    experts_per_rank: expert_counts(E, N). chosen: experts' numbers, int64, 0..E-1.
+    expert_count: E. chosen: experts' numbers, int64, 0..E-1.
     experts(rows, rows_per_expert): as in plain_dispatch. rows_per_expert is int64. A rank may get
     no rows: the result must have the same dtype then.
     meanwhile(): called once, while rows travel, for what needs no expert, such as a shared MLP. Its
@@ -254,24 +254,24 @@ class ExpertDispatch(nn.Module):
     capacity: an expert takes at most capacity k n / E of a rank's rows: drop_late. None: all rows.
     before_wait(): called before each wait: dualpipe.py runs another micro-batch there.
 
-    All ranks must call this equally often, backward too, with the same experts_per_rank and chunks:
-    otherwise they wait for ever. A rank without tokens gives x (0, C).
+    All ranks must call this equally often, backward too, with the same numbers of experts and
+    chunks: otherwise they wait for ever. A rank without tokens gives x (0, C).
 
     What is computed, and what travels meanwhile, with 2 chunks:
 
         computed   meanwhile()    experts of chunk 0   experts of chunk 1   sums of 0    sums of 1
         travels    rows of 0, 1   rows of 1            results of 0         results of 1"""
 
-    def __init__(self, experts_per_rank, group, capacity=None, chunks=1, before_wait=lambda: None):
+    def __init__(self, expert_count, group, capacity=None, chunks=1, before_wait=lambda: None):
         super().__init__()
-        self.experts_per_rank, self.group = experts_per_rank, group
+        self.expert_count, self.group = expert_count, group
+        self.experts_per_rank = expert_counts(expert_count, dist.get_world_size(group))
         self.capacity, self.chunks, self.before_wait = capacity, chunks, before_wait
 
     def forward(self, x, router_weights, chosen, experts, meanwhile=lambda: None):
-        expert_count = sum(self.experts_per_rank)
-        check_chosen(chosen, expert_count)
+        check_chosen(chosen, self.expert_count)
         if self.capacity is not None:
-            chosen = drop_late(chosen, expert_count, self.capacity)
+            chosen = drop_late(chosen, self.expert_count, self.capacity)
         # If all lower layers are frozen, x needs no gradient. Ask for one all the same: the
         # backward passes of other ranks wait for this rank's all-to-alls
         if torch.is_grad_enabled() and not x.requires_grad:
@@ -310,18 +310,18 @@ class ExpertDispatch(nn.Module):
         incoming (N, local_experts): how many come from each rank for each expert here"""
         world, chunks = len(self.experts_per_rank), len(choices)
         local_experts = self.experts_per_rank[dist.get_rank(self.group)]
-        outgoing = choices[0].new_zeros(sum(self.experts_per_rank) + 1, chunks)  # E: the dropped
+        outgoing = choices[0].new_zeros(self.expert_count + 1, chunks)  # E: the dropped
         for column, chosen in zip(outgoing.unbind(1), choices):
             column.scatter_add_(0, chosen, torch.ones_like(chosen))  # bincount waits for the device
         outgoing = outgoing[:-1]  # (E, chunks)
         incoming = outgoing.new_empty(world * local_experts, chunks)
         split_sizes = [local_experts] * world, self.experts_per_rank
         dist.all_to_all_single(incoming, outgoing, *split_sizes, group=self.group)
-        incoming = incoming.view(world, local_experts, chunks).permute(2, 0, 1)
-        to_ranks = [part.sum(0) for part in outgoing.split(self.experts_per_rank)]  # (chunks,) each
-        counts = torch.stack((torch.stack(to_ranks, dim=1), incoming.sum(2)))  # (2, chunks, N)
-        send_counts, receive_counts = counts.tolist()  # the host waits for the device, once
-        return send_counts, receive_counts, incoming
+        incoming = incoming.view(world, local_experts, chunks)
+        to_ranks = torch.stack([part.sum(0) for part in outgoing.split(self.experts_per_rank)])
+        counts = torch.stack((to_ranks, incoming.sum(1)))  # (2, N, chunks)
+        send_counts, receive_counts = counts.mT.tolist()  # the host waits for the device, once
+        return send_counts, receive_counts, incoming.unbind(2)
 
 
 # --- capacity: an expert refuses rows beyond its share
@@ -386,11 +386,10 @@ def parallelize_experts(model, group, data_group=None, **options):
     """Give each rank of the group some experts of a GPT, in place: on the meta device or with
     weights, before the optimizer is made; beside tensor parallelism after parallelize_tensors."""
     group = group or dist.group.WORLD
-    sizes = expert_counts(model.config.experts, dist.get_world_size(group))
     for mixture in [block.mlp for block in model.blocks.values()]:
         for name, p in list(mixture.experts.named_parameters()):
             setattr(mixture.experts, name, shard_experts(p, group, data_group))
-        mixture.dispatch = ExpertDispatch(sizes, group, **options)
+        mixture.dispatch = ExpertDispatch(model.config.experts, group, **options)
     return model
 
 

@@ -50,7 +50,8 @@ def expected(sizes, group, stage, flags, scatter, passes, splits, partial=(), sc
               then "W", which completes the gradients) in their order
     splits    the Split of all weights; or that of most, and that of the experts
     partial   Groups over which gradients are partial sums after backward"""
-    sent = summed(group, scalars * SCALAR, "the loss; the norm; 8 bytes each")
+    text = "the loss and the norm, 8 bytes each" if scalars == 2 else "the loss, 8 bytes"
+    sent = summed(group, scalars * SCALAR, text)
     buckets = buckets_of(sizes, stage, flags, splits)
     each = stage >= 2 and not flags.reduce_once
     gathers = [1] * len(buckets)
@@ -212,9 +213,8 @@ def of_demo(run):
         across = Group("across", run.world // n) if n < run.world else None
         split = Split(Group("inside", n, run.rank % n), across)
     passes = [("F", 0), ("B", 0)] * args.microbatches
-    scatter = scatter_operation(dist.group.WORLD)
-    scalars = 2 if stage else 1  # stage 0 has the whole gradient on every rank
-    sent, held = expected(sizes, group, stage, args, scatter, passes, [split], scalars=scalars)
+    given = sizes, group, stage, args, scatter_operation(dist.group.WORLD), passes, [split]
+    sent, held = expected(*given, scalars=min(stage, 1) + 1)  # stage 0: every rank has the norm
     del held["activations_peak"]  # the measured peak has gradients that fill buckets, too
     if stage == 3:
         buckets = buckets_of(sizes, stage, args, [split])

@@ -744,7 +744,7 @@ def test_what_is_trained_and_its_dtype(ep):
         return ep.plain_dispatch(x, weights, chosen, experts, 3, group.WORLD)
 
     def overlapped(x, weights):
-        return ep.ExpertDispatch([1, 1, 1], group.WORLD)(x, weights, chosen, experts)
+        return ep.ExpertDispatch(3, group.WORLD)(x, weights, chosen, experts)
 
     # The plain form leaves it to the caller that x needs a gradient on all ranks
     cases = [(overlapped, *row) for row in WHAT_IS_TRAINED]

@@ -137,10 +137,10 @@ def stepped_on_in_pieces(model):  # as ZeRO marks it
 def user_names(module):
     """What the lines above may name."""
 
-    def dispatch(x=torch.ones(3, 4), sizes=(2, 2), weights=torch.ones(3, 2), **given):
+    def dispatch(x=torch.ones(3, 4), weights=torch.ones(3, 2), **given):
         given = dict(chosen=2 * dist.get_rank(), experts=lambda rows, counts: rows) | given
         chosen = torch.full((3, 2), given["chosen"])
-        made = module.ExpertDispatch(sizes, group.WORLD)
+        made = module.ExpertDispatch(4, group.WORLD)
         return made(x, weights, chosen, given["experts"])
 
     three_heads = Names(heads=6, kv_heads=3, experts=0, vocab=7)

@@ -148,7 +148,7 @@ class Layout(OneProcess):
             dispatch = functools.partial(plainly, ep, self.ep)
             if not plain:
                 options = {"before_wait": self.turns.turn} if self.turns else {}
-                dispatch = ep.ExpertDispatch(sizes, self.ep, chunks=2, **options)
+                dispatch = ep.ExpertDispatch(EXPERTS, self.ep, chunks=2, **options)
             mixture.dispatch = dispatch
 
     def split_layers(self):
