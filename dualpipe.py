@@ -40,31 +40,39 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _push
 from pipeline import Mailbox, Schedule
 from zero_bubble import SplitPipeline
 
-# --- the whole idea: two calls that take turns
+# --- the whole idea: a backward and a forward that take turns
 
 
 class Turns:
-    """Runs two calls, each in a thread: one computes while the other's message travels.
+    """Runs a backward and a forward, each in a thread: one computes while the other's rows travel.
 
         turns = Turns()
 
+        class Exchange(torch.autograd.Function):   # an all-to-all, in backward too
+            @staticmethod
+            def forward(ctx, rows):
+                arriving = torch.empty_like(rows)
+                work = dist.all_to_all_single(arriving, rows, group=group, async_op=True)
+                turns.turn()                       # the other call goes on, up to its turn()
+                work.wait()
+                return arriving
+
+            @staticmethod
+            def backward(ctx, gradient):
+                return Exchange.apply(gradient.contiguous())
+
         def layer(x):                              # attention and experts: any two functions
-            rows = attention(x)
-            arriving = torch.empty_like(rows)
-            work = dist.all_to_all_single(arriving, rows, group=group, async_op=True)
-            turns.turn()                           # the other call goes on, up to its turn()
-            work.wait()
-            return experts(arriving)
+            return experts(Exchange.apply(attention(x)))
 
-        y1, y2 = turns.overlap(lambda: layer(x1), lambda: layer(x2))
+        loss = layer(x1).sum()
+        _, y2 = turns.overlap(loss.backward, lambda: layer(x2))
 
-    The first runs until it calls turn() or ends, then the second does, and so on: one at a time. So
+    One runs at a time, up to its next turn(). The backward begins: it sends gradients, and while
+    they travel the forward computes. (Were the forward first, nothing would travel meanwhile.) So
     ranks that make the same calls send the same messages in the same order.
 
-    To overlap a backward, call turn() in the all-to-all's backward too, as expert_parallel.py does,
-    and give the backward first. It begins by sending, and while its gradients travel the forward
-    computes. Were the forward first, nothing would travel meanwhile. On a GPU the second must not
-    run a backward: autograd has one thread for a device, which may wait in the first's turn()."""
+    expert_parallel.py's all-to-alls can call turn() too. The forward must not run a backward of its
+    own: on a GPU autograd has one thread for all, which may be waiting in a turn()."""
 
     def __init__(self):
         self.running = 0  # how many of the two calls have not ended
@@ -76,8 +84,8 @@ class Turns:
         self.waits += 1
         if self.running == 2:
             self.switches += 1
-            # All other threads count as the first's: on GPUs autograd runs a backward in its own
-            i = 1 if threading.current_thread() is self.second_thread else 0
+            # Any other thread is the backward's: on GPUs autograd runs it in one of its own
+            i = 1 if threading.current_thread() is self.forward_thread else 0
             self.may_run[1 - i].release()
             self.may_run[i].acquire()
         self.stop_if_failed()
@@ -86,10 +94,10 @@ class Turns:
         if self.failed:
             raise RuntimeError("the other call of this pair has failed")
 
-    def overlap(self, first, second):
-        """[first(), second()]. An error in one ends the other at its next turn(), and is raised."""
+    def overlap(self, backward, forward):
+        """[backward(), forward()]. An error in one ends the other at its next turn(). It is raised."""
         self.may_run = threading.Semaphore(0), threading.Semaphore(0)
-        self.second_thread = threading.current_thread()
+        self.forward_thread = threading.current_thread()
         results, errors = [None, None], []
 
         def run(i, call):
@@ -104,14 +112,14 @@ class Turns:
                 self.running -= 1
                 self.may_run[1 - i].release()
 
-        thread = threading.Thread(target=run, args=(0, in_this_context(first)), daemon=True)
+        thread = threading.Thread(target=run, args=(0, in_this_context(backward)), daemon=True)
         thread.start()
         self.running, self.failed = 2, False
         try:
-            self.may_run[0].release()  # the first begins
-            run(1, second)
+            self.may_run[0].release()  # the backward begins
+            run(1, forward)
             thread.join()
-        except BaseException:  # Ctrl-C: the first call must not go on
+        except BaseException:  # Ctrl-C: the backward must not go on
             self.running, self.failed = 0, True
             raise
         self.failed = False

@@ -457,13 +457,14 @@ def test_usage_of_split_linear(pp, zb):
 
 @on_top_of("dualpipe zero_bubble pipeline", 2)
 def test_usage_of_turns(dualpipe, *_):
-    x1, x2 = torch.arange(4.0) + dist.get_rank(), torch.ones(4)
-    names = dict(x1=x1, x2=x2, attention=lambda x: 2 * x, experts=lambda x: x + 1)
+    x1, x2 = torch.ones(4, requires_grad=True), torch.arange(4.0) + dist.get_rank()
+    scale = 1 + dist.get_rank()  # the other rank scales this one's second half, or first
+    names = dict(x1=x1, x2=x2, attention=lambda x: 2 * x, experts=lambda x: scale * x)
     names = run_usage(dualpipe.Turns, **vars(dualpipe) | names | dict(torch=torch, group=None))
     # Rank 0 gets the first halves, rank 1 the second ones
-    expected = {0: [1, 3, 3, 5], 1: [5, 7, 7, 9]}[dist.get_rank()]
-    assert names["y1"].tolist() == expected and names["y2"].tolist() == [3] * 4
-    assert names["turns"].switches == names["turns"].waits == 2
+    expected = {0: [0, 2, 2, 4], 1: [8, 12, 12, 16]}[dist.get_rank()]
+    assert names["y2"].tolist() == expected and x1.grad.tolist() == [2, 2, 4, 4]
+    assert names["turns"].switches == 2 and names["turns"].waits == 3
 
 
 @on_top_of("dualpipe expert_parallel zero_bubble pipeline", 2)
