@@ -95,7 +95,7 @@ class Turns:
             raise RuntimeError("the other call of this pair has failed")
 
     def overlap(self, backward, forward):
-        """[backward(), forward()]. An error in one ends the other at its next turn(). It is raised."""
+        """[backward(), forward()]. An error in one ends the other at its turn(), and is raised."""
         self.may_run = threading.Semaphore(0), threading.Semaphore(0)
         self.forward_thread = threading.current_thread()
         results, errors = [None, None], []
