@@ -18,8 +18,7 @@ Held      Weights and gradients whole, and 1/N of the states: the momentum, one 
 Computed  Per step, on the owner: 20 m^2 n + 10 m^3 FLOPs for a matrix of m x n, m <= n.
 Backward  The model's own. A matrix is reduced as soon as its gradient is there.
 Use       For the layers of a language model: a lower loss than AdamW's after as many tokens.
-Limits    More ranks than matrices are no faster. Tensor-parallel ranks gather a matrix that they
-          share, and each of them iterates on the whole.
+Limits    More ranks than matrices are no faster. Beside tensor parallelism take composition.py.
 
     torchrun --nproc_per_node=4 muon.py                 python muon.py --family llama --experts 4
 
