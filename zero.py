@@ -97,155 +97,9 @@ class PlainZeRO:
 # --- stages 0 to 2 in full: many buckets, reduced while backward goes on
 
 
-class ShardedBucket:
-    """Some parameters as one flat tensor of S elements, with padding: a shard of S/N for each rank.
-
-    weights         (S,)    in `param_dtype`; the model's parameters are views of it
-    shard           (S/N,)  this rank's shard of the weights
-    master          (S/N,)  for the optimizer: the shard, or its copy in another dtype or memory
-    pieces                  the master's part of each parameter, maybe empty: for the optimizer
-    gradients       (S,)    of this rank, in `reduce_dtype`; stage 2 frees it after each reduction
-    gradient_shard  (S/N,)  this rank's shard of their sum over all ranks
-    passes_left             backward passes of this step that still bring gradients
-    missing                 indices of parameters without a gradient in the running pass"""
-
-    keeps_weights = True  # fsdp.py frees them
-    waits_in_forward = False  # for new weights: see wait_in_forward
-
-    def __init__(
-        self,
-        parameters,
-        group,  # the ranks that split them
-        stage,
-        passes,  # the backward passes of a step
-        value=lambda p: p,  # gives p's initial value, in the masters' dtype, on the device to use
-        param_dtype=None,  # of weights and backward; None: the masters'
-        reduce_dtype=None,  # in which gradients are summed; None: param_dtype
-        offload=False,  # masters and optimizer states are in the host's memory
-        reduce_each=True,  # False: stage 2 reduces as stage 1. It sends less, holds all gradients
-    ):
-        self.group, self.stage = group, stage
-        self.ranks = dist.get_world_size(group) if stage > 0 else 1
-        self.trainable = parameters[0].requires_grad
-        self.passes = self.passes_left = passes
-        self.reduce_each = reduce_each and stage >= 2  # else in the last pass only
-        self.missing = set(range(len(parameters)))
-        self.gathering = None  # the all-gather of new weights that is on its way
-        # Where the parameters are in the flat tensor, and where the shard is
-        ends = list(accumulate(p.numel() for p in parameters))
-        self.slices = [slice(end - p.numel(), end) for p, end in zip(parameters, ends)]
-        length = max(-(-ends[-1] // self.ranks), 1)  # rounded up; gloo refuses empty messages
-        rank = dist.get_rank(group) if stage > 0 else 0
-        self.own_slice = slice(rank * length, (rank + 1) * length)
-        # A bucket at a time: no rank needs memory for all weights (fsdp.py, from the meta device)
-        values = [value(p).detach().flatten() for p in parameters]
-        padding = values[0].new_zeros(self.ranks * length - ends[-1])
-        self._make_weights(torch.cat([*values, padding]), param_dtype, offload)
-        self._make_views(parameters)
-        self.gradients = self.gradient_shard = None
-        self.reduce_dtype = reduce_dtype or self.weights.dtype
-        if self.trainable and stage < 2:
-            self.allocate_gradients()
-            self.gradient_shard = self.gradients[self.own_slice]
-        elif self.trainable:
-            self.gradient_shard = torch.zeros_like(self.shard, dtype=self.reduce_dtype)
-
-    def _make_weights(self, full, param_dtype, offload):  # full: (S,), in the masters' dtype
-        self.weights = full.to(param_dtype or full.dtype)
-        self.shard = self.weights[self.own_slice]
-        if not self.keeps_weights:
-            self.shard = self.shard.clone()
-        # The optimizer steps on the shard itself, unless it needs more digits or other memory
-        self.master = self.shard
-        if self.trainable and (offload or full.dtype != self.weights.dtype):
-            self.master = full[self.own_slice].to("cpu" if offload else full.device, copy=True)
-        if self.master.device != self.shard.device:  # not if there is no GPU
-            self.master = self.master.pin_memory()  # so that the host need not wait for copies
-
-    def _make_views(self, parameters):
-        self.parameters, self.pieces = [], []
-        for i, p in enumerate(parameters):
-            # New, as p may be on the meta device. By .data it has its own version counter: autograd
-            # must not take a gather for a change of the weights that it saved
-            view = nn.Parameter(self.weights[self.slices[i]].data.view(p.shape), self.trainable)
-            view.__dict__.update(p.__dict__, stepped_on_in_pieces=True)  # diloco.py asks for this
-            self.parameters.append(view)
-            piece = self.part_of(i, self.master)
-            if p.dim() > 1:
-                piece = piece.unsqueeze(0)  # 2-D, so that weight decay still sees a matrix
-            self.pieces.append(nn.Parameter(piece, self.trainable))
-
-    def view(self, i, flat):
-        """Parameter i's part of a tensor like `weights`."""
-        return flat[self.slices[i]].view(self.parameters[i].shape)
-
-    def part_of(self, i, shard):
-        """What a tensor like `shard` has of parameter i: all, a part or nothing."""
-        start = self.slices[i].start - self.own_slice.start
-        stop = self.slices[i].stop - self.own_slice.start
-        return shard[max(start, 0) : max(stop, 0)]
-
-    def allocate_gradients(self):
-        if self.gradients is None:
-            self.gradients = torch.zeros_like(self.weights, dtype=self.reduce_dtype)
-
-    def zero_grad(self):
-        self.passes_left = self.passes
-        gradients = self.gradient_shard if self.stage >= 2 else self.gradients
-        gradients.zero_()
-
-    def add(self, i, gradient):
-        self.allocate_gradients()
-        self.view(i, self.gradients).add_(gradient)
-        self.missing.discard(i)
-
-    def start_reduction(self):
-        """Start to sum the gradients over the ranks: whole in stage 0, else a shard on each, in its
-        place. Returns a function that waits for the sum."""
-        self.allocate_gradients()  # if no parameter of it got a gradient
-        if dist.get_world_size(self.group) == 1:
-            return lambda: None
-        full, options = self.gradients, {"group": self.group, "async_op": True}
-        if self.stage == 0:
-            return dist.all_reduce(full, **options).wait
-        if dist.get_backend(self.group) != "gloo":
-            return reduce_scatter_tensor(full[self.own_slice], full, **options).wait
-        # gloo's own sends twice as much: send each rank its shard, and add up what arrives
-        received = torch.empty_like(full)
-        work = dist.all_to_all_single(received, full, **options)
-
-        def wait():
-            work.wait()
-            torch.sum(received.view(self.ranks, -1), 0, out=full[self.own_slice])
-
-        return wait
-
-    def keep_shard(self):
-        """The sum is there. Stage 2 frees all but this rank's shard."""
-        if self.stage >= 2:
-            self.gradient_shard += self.gradients[self.own_slice]
-            self.gradients = None
-
-    def give_gradients(self):
-        """To the pieces: views of gradient_shard. Copies if masters differ in dtype or device."""
-        gradient = self.gradient_shard.to(self.master, non_blocking=True)
-        for i, piece in enumerate(self.pieces):
-            piece.grad = self.part_of(i, gradient).view(piece.shape)
-
-    def start_update(self):
-        """The master has new values: start to bring them to the shard, and to all ranks."""
-        self.shard.copy_(self.master.to(self.shard.device, non_blocking=True))
-        if self.keeps_weights and self.ranks > 1:
-            self.start_gather()
-
-    def start_gather(self):
-        """All ranks' shards into `weights`. This rank's stays in its place."""
-        options = {"group": self.group, "async_op": True}
-        self.gathering = all_gather_into_tensor(self.weights, self.shard, **options)
-
-
 class ZeRO:
-    """Trains `model` over `group`, its data-parallel ranks, in stage 0, 1 or 2.
+    """Trains `model` over `group`, its data-parallel ranks, in stage 0, 1 or 2. The tensors are in
+    ShardedBuckets, below.
 
         zero = ZeRO(model, group, 1, torch.optim.AdamW, microbatches=2)
         for micro_batches, target_count in batches:    # the number of targets of all ranks
@@ -301,9 +155,9 @@ class ZeRO:
     def kind_of(self, p):  # equal for all parameters of a bucket
         return p.requires_grad, p.dtype, p.device
 
-    def make_bucket(self, parameters, bucket_class=ShardedBucket, **options):
+    def make_bucket(self, parameters, bucket_class=None, **options):
         options = dict(group=self.group, passes=self.microbatches) | options
-        return bucket_class(parameters, stage=self.stage, **options)
+        return (bucket_class or ShardedBucket)(parameters, stage=self.stage, **options)
 
     # --- a step
     #
@@ -471,6 +325,156 @@ def group_parameters(parameters, bucket_bytes, kind_of):
             lists.append(members)
         members.append(p)
     return sorted(lists, key=lambda members: position[members[-1]])
+
+
+# --- a bucket: its weights, gradients and shards
+
+
+class ShardedBucket:
+    """Some parameters as one flat tensor of S elements, with padding: a shard of S/N for each rank.
+
+    weights         (S,)    in `param_dtype`; the model's parameters are views of it
+    shard           (S/N,)  this rank's shard of the weights
+    master          (S/N,)  for the optimizer: the shard, or its copy in another dtype or memory
+    pieces                  the master's part of each parameter, maybe empty: for the optimizer
+    gradients       (S,)    of this rank, in `reduce_dtype`; stage 2 frees it after each reduction
+    gradient_shard  (S/N,)  this rank's shard of their sum over all ranks
+    passes_left             backward passes of this step that still bring gradients
+    missing                 indices of parameters without a gradient in the running pass"""
+
+    keeps_weights = True  # fsdp.py frees them
+    waits_in_forward = False  # for new weights: see wait_in_forward
+
+    def __init__(
+        self,
+        parameters,
+        group,  # the ranks that split them
+        stage,
+        passes,  # the backward passes of a step
+        value=lambda p: p,  # gives p's initial value, in the masters' dtype, on the device to use
+        param_dtype=None,  # of weights and backward; None: the masters'
+        reduce_dtype=None,  # in which gradients are summed; None: param_dtype
+        offload=False,  # masters and optimizer states are in the host's memory
+        reduce_each=True,  # False: stage 2 reduces as stage 1. It sends less, holds all gradients
+    ):
+        self.group, self.stage = group, stage
+        self.ranks = dist.get_world_size(group) if stage > 0 else 1
+        self.trainable = parameters[0].requires_grad
+        self.passes = self.passes_left = passes
+        self.reduce_each = reduce_each and stage >= 2  # else in the last pass only
+        self.missing = set(range(len(parameters)))
+        self.gathering = None  # the all-gather of new weights that is on its way
+        # Where the parameters are in the flat tensor, and where the shard is
+        ends = list(accumulate(p.numel() for p in parameters))
+        self.slices = [slice(end - p.numel(), end) for p, end in zip(parameters, ends)]
+        length = max(-(-ends[-1] // self.ranks), 1)  # rounded up; gloo refuses empty messages
+        rank = dist.get_rank(group) if stage > 0 else 0
+        self.own_slice = slice(rank * length, (rank + 1) * length)
+        # A bucket at a time: no rank needs memory for all weights (fsdp.py, from the meta device)
+        values = [value(p).detach().flatten() for p in parameters]
+        padding = values[0].new_zeros(self.ranks * length - ends[-1])
+        self._make_weights(torch.cat([*values, padding]), param_dtype, offload)
+        self._make_views(parameters)
+        self.gradients = self.gradient_shard = None
+        self.reduce_dtype = reduce_dtype or self.weights.dtype
+        if self.trainable and stage < 2:
+            self.allocate_gradients()
+            self.gradient_shard = self.gradients[self.own_slice]
+        elif self.trainable:
+            self.gradient_shard = torch.zeros_like(self.shard, dtype=self.reduce_dtype)
+
+    def _make_weights(self, full, param_dtype, offload):  # full: (S,), in the masters' dtype
+        self.weights = full.to(param_dtype or full.dtype)
+        self.shard = self.weights[self.own_slice]
+        if not self.keeps_weights:
+            self.shard = self.shard.clone()
+        # The optimizer steps on the shard itself, unless it needs more digits or other memory
+        self.master = self.shard
+        if self.trainable and (offload or full.dtype != self.weights.dtype):
+            self.master = full[self.own_slice].to("cpu" if offload else full.device, copy=True)
+        if self.master.device != self.shard.device:  # not if there is no GPU
+            self.master = self.master.pin_memory()  # so that the host need not wait for copies
+
+    def _make_views(self, parameters):
+        self.parameters, self.pieces = [], []
+        for i, p in enumerate(parameters):
+            # New, as p may be on the meta device. By .data it has its own version counter: autograd
+            # must not take a gather for a change of the weights that it saved
+            view = nn.Parameter(self.weights[self.slices[i]].data.view(p.shape), self.trainable)
+            view.__dict__.update(p.__dict__, stepped_on_in_pieces=True)  # diloco.py asks for this
+            self.parameters.append(view)
+            piece = self.part_of(i, self.master)
+            if p.dim() > 1:
+                piece = piece.unsqueeze(0)  # 2-D, so that weight decay still sees a matrix
+            self.pieces.append(nn.Parameter(piece, self.trainable))
+
+    def view(self, i, flat):
+        """Parameter i's part of a tensor like `weights`."""
+        return flat[self.slices[i]].view(self.parameters[i].shape)
+
+    def part_of(self, i, shard):
+        """What a tensor like `shard` has of parameter i: all, a part or nothing."""
+        start = self.slices[i].start - self.own_slice.start
+        stop = self.slices[i].stop - self.own_slice.start
+        return shard[max(start, 0) : max(stop, 0)]
+
+    def allocate_gradients(self):
+        if self.gradients is None:
+            self.gradients = torch.zeros_like(self.weights, dtype=self.reduce_dtype)
+
+    def zero_grad(self):
+        self.passes_left = self.passes
+        gradients = self.gradient_shard if self.stage >= 2 else self.gradients
+        gradients.zero_()
+
+    def add(self, i, gradient):
+        self.allocate_gradients()
+        self.view(i, self.gradients).add_(gradient)
+        self.missing.discard(i)
+
+    def start_reduction(self):
+        """Start to sum the gradients over the ranks: whole in stage 0, else a shard on each, in its
+        place. Returns a function that waits for the sum."""
+        self.allocate_gradients()  # if no parameter of it got a gradient
+        if dist.get_world_size(self.group) == 1:
+            return lambda: None
+        full, options = self.gradients, {"group": self.group, "async_op": True}
+        if self.stage == 0:
+            return dist.all_reduce(full, **options).wait
+        if dist.get_backend(self.group) != "gloo":
+            return reduce_scatter_tensor(full[self.own_slice], full, **options).wait
+        # gloo's own sends twice as much: send each rank its shard, and add up what arrives
+        received = torch.empty_like(full)
+        work = dist.all_to_all_single(received, full, **options)
+
+        def wait():
+            work.wait()
+            torch.sum(received.view(self.ranks, -1), 0, out=full[self.own_slice])
+
+        return wait
+
+    def keep_shard(self):
+        """The sum is there. Stage 2 frees all but this rank's shard."""
+        if self.stage >= 2:
+            self.gradient_shard += self.gradients[self.own_slice]
+            self.gradients = None
+
+    def give_gradients(self):
+        """To the pieces: views of gradient_shard. Copies if masters differ in dtype or device."""
+        gradient = self.gradient_shard.to(self.master, non_blocking=True)
+        for i, piece in enumerate(self.pieces):
+            piece.grad = self.part_of(i, gradient).view(piece.shape)
+
+    def start_update(self):
+        """The master has new values: start to bring them to the shard, and to all ranks."""
+        self.shard.copy_(self.master.to(self.shard.device, non_blocking=True))
+        if self.keeps_weights and self.ranks > 1:
+            self.start_gather()
+
+    def start_gather(self):
+        """All ranks' shards into `weights`. This rank's stays in its place."""
+        options = {"group": self.group, "async_op": True}
+        self.gathering = all_gather_into_tensor(self.weights, self.shard, **options)
 
 
 # --- new weights that arrive during the next forward
