@@ -156,6 +156,8 @@ class Composed:
         del self.stages_of  # its parameters are no longer the model's
         check_hsdp(self.hsdp)
 
+    # --- buckets: of parameters that are summed over the same ranks
+
     def kind_of(self, p):
         partial = tuple(placed(p, "partial", ()))
         return *super().kind_of(p), placed(p, "data", self.group), partial, self.stages_of[p]
@@ -169,6 +171,8 @@ class Composed:
         bucket.replica_groups = [group for group in replica_groups if group is not None]  # 0 or 1
         bucket.pipeline_stages = stages
         return bucket
+
+    # --- in a pipeline: a backward pass is of one stage, and reduces that stage's buckets
 
     @contextlib.contextmanager
     def around(self, action):
@@ -189,6 +193,8 @@ class Composed:
         # Of a backward in two parts (zero_bubble.py) "I" is the input's. The weights' will follow
         if self.action is None or self.action.kind != "I":
             super()._reduce_ready(anyway)
+
+    # --- after the sum over the column: over nodes (HSDP), of partial sums, for the norm
 
     def shard_is_summed(self, bucket):
         if bucket.passes_left == 0:
@@ -299,7 +305,7 @@ class ComposedMuon(Muon):
         def work(p):  # of the whole matrix
             return flops(p, placed(p, "shape", p.shape))
 
-        owners = {}
+        owners = {}  # experts are dealt to their own replicas, apart from the rest
         for group in {placed(p, "data", self.group): None for p in matrices}:
             own = [p for p in matrices if placed(p, "data", self.group) is group]
             owners |= deal_to_owners(own, dist.get_world_size(group), work)
