@@ -565,7 +565,7 @@ def check_config(config):
     """Raise ValueError for a Config that would train another model than it says."""
     for field in fields(config):
         value, choices = getattr(config, field.name), get_args(field.type)  # a Literal's
-        if choices and value not in choices:
+        if choices and repr(value) not in map(repr, choices):  # 0 == False, but no value of `bias`
             known = ", ".join(map(str, choices))
             raise ValueError(f"{field.name} must be one of {known}, not {value!r}")
         least = 0 if field.name in ("experts", "shared") else 1

@@ -19,8 +19,9 @@ dp x cp x tp. --islands N is outside all: N meshes train apart and average rarel
 
 Batch, loss and gradient norm are global: --batch counts the sequences of all ranks, the loss is the
 sum over all tokens divided by their number, and the norm counts every parameter once. So another
-layout gives the same loss curve, to rounding. The first steps are compared with one process
-(--prove). docs/use/choose.md says which layout when. Without torchrun it starts its processes.
+layout (not another number of islands) gives the same loss curve, to rounding. The first steps are
+compared with one process (--prove). docs/use/choose.md says which layout when. Without torchrun it
+starts its processes.
 
     torchrun --nproc_per_node=8 train.py --dp 2 --tp 2 --pp 2
     python train.py --dp 2 --cp 2 --tp 2 --pp 2 --ep 4 --experts 8 --sp --zero 1
