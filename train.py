@@ -75,12 +75,13 @@ def train_step(runner, batches, record):
     norm = optimizer.grad_norm(groups["pp"])  # of the whole model's gradient: all ranks clip alike
     record(batches, loss, norm)  # --record
 
-    # If loss or norm is not finite, the device leaves the step out. So the host queues the step
-    # before it knows the two numbers, and waits for them while the device computes
-    skip_where(run.start_check(loss, norm, runner.full_parameters), optimizer)
+    # A loss or norm that is not finite must not reach the weights. The device decides that itself,
+    # so the host can queue the step now, and read both numbers later
+    found_inf = run.start_check(loss, norm, runner.full_parameters)
+    skip_where(found_inf, optimizer)
     optimizer.clip(norm, run.args.grad_clip)
     optimizer.step()
-    # After a step left out forward and backward run again, to name the gradient that is not finite
+    # If the step was skipped, its passes run again, to name the first gradient that is not finite
     blame = functools.partial(first_nonfinite, runner, batches)
     return loss, norm, run.end_check(blame, group=groups.get("island"))
 
@@ -107,7 +108,8 @@ def forward(part, x, batch, held, starts, target_count):
 def mesh(args, schedule, config):
     """This rank's process groups, by name. All ranks create all groups, in the same order.
 
-    tp, dp, pp       as in the picture on top
+    tp, pp           as in the picture on top
+    dp               ranks that hold the same weights: dp x cp of them (the picture has cp 1)
     cp               ranks that share sequences; ring, ulysses: its two dimensions, if it has two
     ep, copies       ranks that share one copy of the experts; ranks with the same experts
     inside, across   --zero-ranks: ranks that split one copy of the states; with the same shard
@@ -116,8 +118,8 @@ def mesh(args, schedule, config):
     island, islands  ranks of one island; ranks with the same place in every island
     down, up         messages of a pipeline, activations and gradients: pipeline.make_links"""
     size = args.islands, args.pp, args.dp, args.cp, args.tp
-    ranks = torch.arange(math.prod(size)).view(size)
-    # Each view of them has the ranks of a group in its last dimension. "...": the islands
+    ranks = torch.arange(math.prod(size)).view(size)  # (islands, pp, dp, cp, tp)
+    # Views of them, each with a group's ranks in its last dimension. "..." stands for the islands
     dp = ranks.flatten(-3, -2).transpose(-2, -1)  # (..., pp, tp, dp cp)
     cp = ranks.transpose(-2, -1).unflatten(-1, cp_shape(args))  # (..., pp, dp, tp, ring, ulysses)
     experts = ranks.flatten(-3) if args.fold_experts else dp  # (..., pp, dp cp tp), or dp
@@ -273,13 +275,14 @@ def train(run, schedule=None):
     # What goes with it. Each does nothing unless its flags ask for it
     averaging = islands.make(run, model, optimizer, groups)
     checkpoints = saving.Saver(run, model, optimizer, averaging)
-    first = checkpoints.first_step()  # 0, or that after a checkpoint's
+    first = checkpoints.first_step()  # 0. With --resume loads a checkpoint: the step after it
     sampling.show_untrained(runner, first)
     # --sp: the ranks of tp route different tokens, which all count in the experts' load
     token_groups = [groups["dp"], groups["tp"]] if args.sp else [groups["dp"]]
     sum_load = functools.partial(harness.sum_over, token_groups)
 
-    # A generator: it sets the learning rate, counts a step's bytes, compares with one process
+    # run.steps yields the numbers of the steps. It sets each step's learning rate, counts the bytes
+    # of one for the receipt, and after the first few compares with one process (--prove)
     steps = tracking.profiled(run, run.steps(optimizer, first, averaging.reference))
     with tracking.open_log(run, first) as write_row, recording.recorded(runner, first) as record:
         for step in steps:
