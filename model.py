@@ -86,7 +86,7 @@ class Block(nn.Module):
         super().__init__()
         self.attn_norm = make_norm(config)
         self.attn = Attention(config)
-        # Dropout of which every rank can compute its piece: see the end of the file
+        # Dropout that a piece of x can compute alone: see the end of the file
         self.attn_drop = Dropout(config.dropout, site=2 * layer + 1)
         self.mlp_norm = make_norm(config)
         self.mlp = MoE(config) if config.experts else MLP(config)
@@ -126,7 +126,7 @@ class GPT(nn.Module):
         positions     (T,), by default arange(T)
         targets       (B, T)
         target_count  divides the sum of the losses: the number of valid targets of the whole batch,
-                      on every rank, stage and micro-batch. By default that of `targets`
+                      for each of its pieces. By default that of `targets`
         sample_ids    (B,), a globally unique id per row; turns dropout on
         starts        (B, T) on the host, the position at which each token's document starts:
                       attention stays within a document, and positions begin anew in it"""
@@ -416,7 +416,7 @@ class Router(nn.Linear):
 @torch.no_grad()
 def rebalance(model, sum_over_devices=None, step_taken=True):
     """After each step: move every router's bias by `bias_rate` towards an even load. A skipped step
-    only zeroes the loads. sum_over_devices(load) sums it in place over ranks with other tokens."""
+    only zeroes the loads. sum_over_devices(load): in place, over the devices with other tokens."""
     for router in [module for module in model.modules() if isinstance(module, Router)]:
         if router.config.bias_rate and step_taken:
             if sum_over_devices is not None:
@@ -520,7 +520,7 @@ def attend_to_documents(q, k, v, starts):
     return y.squeeze(0).unflatten(1, starts.shape).transpose(0, 1)
 
 
-# --- dropout: a rank masks its piece as one process does (the idea: Salmon et al. 2011)
+# --- dropout: a piece of the batch is masked as the whole is (the idea: Salmon et al. 2011)
 
 
 class Dropout(nn.Module):

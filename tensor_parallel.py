@@ -196,7 +196,8 @@ def placement(parameter):
     """What a parameter is a part of, with defaults where its attribute `placement` says nothing:
 
     shape      of the whole parameter
-    cuts       {dimension: (group, start, length)}: each rank of the group has a different shard
+    cuts       {dimension: (group, start, length)}: the group's ranks have different shards, or
+               with `duplicate` some the same
     partial    [group]: its gradient is a partial sum, still to be summed over the group
     duplicate  whether an earlier rank of a `partial` group has the same shard, and counts it in
                the norm
@@ -206,7 +207,7 @@ def placement(parameter):
 
 
 def split_over(parameter, group):
-    """Whether each rank of the group holds a different shard of the parameter."""
+    """Whether the ranks of the group hold shards of the parameter."""
     group = group or dist.group.WORLD
     return any(group is other for other, _, _ in placement(parameter)["cuts"].values())
 
@@ -462,7 +463,7 @@ def check_replicas_agree(parameters, group):
     norm = grad_norm(p for p in parameters if not placement(p)["cuts"])
     norms = [torch.empty_like(norm) for _ in range(dist.get_world_size(group))]
     dist.all_gather(norms, norm, group=group)
-    if not max(norms) - min(norms) <= 5e-4 * max(norms):  # above bfloat16's rounding. Refuses NaN
+    if not max(norms) - min(norms) <= 5e-4 * max(norms):  # above bfloat16's rounding
         found = ", ".join(f"{n:.6g}" for n in norms)
         raise RuntimeError(
             f"the ranks' gradients of whole parameters differ, in norm {found}: "

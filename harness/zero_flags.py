@@ -73,7 +73,7 @@ def split_ranks(ranks, size, copies=None):
 
 
 def hsdp(groups):
-    """The hsdp of ZeRO(...): {data group: (the ranks that split a copy, those across or None)}."""
+    """ComposedZeRO's hsdp: {data group: (the ranks that split a copy, those across or None)}."""
     found = {}
     for data, prefix in (("dp", ""), ("copies", "copies ")):
         if prefix + "inside" in groups:
@@ -84,7 +84,7 @@ def hsdp(groups):
 
 
 def make_groups(run):
-    """(the data-parallel ranks, the hsdp of ZeRO(...)), named in the receipt."""
+    """(the data-parallel ranks, the hsdp of ComposedZeRO), named in the receipt."""
     groups, size = {"dp": dist.group.WORLD}, run.args.shard_ranks
     if size is not None:
         for name, rows in split_ranks(torch.arange(run.world), size).items():

@@ -65,7 +65,7 @@ def of_run(runner, find_plan=None):
     tables = []
     if args.ep > 1:
         rows, chunks = runner.expert_rows.measured, args.expert_chunks
-        tables.append(expert_parallel.expected(sizes, groups["ep"], rows, chunks, by_ddp))
+        tables.append(expert_parallel.expected(sizes, groups["ep"], rows, chunks, int(by_ddp)))
         if args.schedule == "dualpipev" and args.zero < 3:
             passes = pipeline.stage_layers(config, schedule.last + 1), chunks, sizes.forwards
             notes += dualpipe.notes(runner.expert_rows, schedule, rank, *passes)

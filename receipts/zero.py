@@ -214,7 +214,7 @@ def of_demo(run):
         split = Split(Group("inside", n, run.rank % n), across)
     passes = [("F", 0), ("B", 0)] * args.microbatches
     given = sizes, group, stage, args, scatter_operation(dist.group.WORLD), passes, [split]
-    sent, held = expected(*given, scalars=min(stage, 1) + 1)  # stage 0: every rank has the norm
+    sent, held = expected(*given, scalars=2 if stage else 1)  # in stage 0 a rank has the norm
     del held["activations_peak"]  # the measured peak has gradients that fill buckets, too
     if stage == 3:
         buckets = buckets_of(sizes, stage, args, [split])

@@ -372,7 +372,10 @@ class Layout(OneProcess):
         parameters = list(self.trained.parameters())
         for ranks in (self.tp, self.ep) if self.with_experts else (self.tp,):
             tensor_parallel.check_replicas_agree(parameters, ranks)
-        return composition.norm_in_grid(parameters, self.data, self.pp if self.stages else None)
+        norm = composition.norm_in_grid(parameters, self.data, self.pp if self.stages else None)
+        if not self.stages:  # with them the squares of tensor_parallel.py's norms add up
+            torch.testing.assert_close(tensor_parallel.grad_norm(parameters), norm)
+        return norm
 
     def clip(self, norm):
         if self.sharded:
