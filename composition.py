@@ -102,30 +102,33 @@ def grid_of(parameters, data_group):
     for p in parameters:
         if placed(p, "data", data_group) is data_group:  # experts' groups are parts of a column
             cuts.append(groups_cutting(p))
-    return [data_group, *max(cuts, key=len, default=[])]
+    return [data_group, *max(cuts, key=count_parts, default=[])]
 
 
 def groups_cutting(p):
     return [group for group, _, _ in placed(p, "cuts", {}).values()]
 
 
+def count_parts(groups):
+    return math.prod(dist.get_world_size(group) for group in groups)
+
+
 def count_copies(p, shards, grid, pipeline_group):
-    """How many ranks of the grid have the same part of p's gradient as this one: all ranks, divided
-    by the number of different parts."""
-    cuts = groups_cutting(p)
-    different = [dist.get_world_size(group) for group in cuts]
-    # Partial sums that were added up are equal, on ranks of a cut or on two pipeline stages
-    outer = [*cuts, pipeline_group]
-    sums = [group for group in placed(p, "partial", ()) if is_within(group, outer)]
-    equal = [dist.get_world_size(group) for group in [*grid, *sums]]
-    return math.prod(equal) / math.prod(different) / shards
+    """How many ranks have the same part of p's gradient as this one: those of the grid, divided by
+    the number of different parts."""
+    copies = count_parts(grid) / count_parts(groups_cutting(p)) / shards
+    for group in placed(p, "partial", ()):
+        if is_within(group, pipeline_group):  # a tied matrix: two stages have the sum
+            copies *= dist.get_world_size(group)
+    return copies
 
 
-def is_within(inner, outers):
-    """Whether the ranks of a group are among those of one of the others, of which some are None."""
+def is_within(inner, outer):
+    """Whether the ranks of a group are among those of another one, which may be None."""
+    if outer is None:
+        return False
     ranks = set(dist.get_process_group_ranks(inner))
-    outers = [group for group in outers if group is not None]
-    return any(ranks.issubset(dist.get_process_group_ranks(outer)) for outer in outers)
+    return ranks.issubset(dist.get_process_group_ranks(outer))
 
 
 # --- ZeRO and FSDP in a grid

@@ -13,10 +13,11 @@ Sent: g adds the partial sums in forward (one all-reduce). f adds the gradients 
 (one all-reduce), because every rank's half used x. A block has an f and a g around attention and
 again around its MLP: 4 all-reduces of a tensor (B, T, C), B sequences of T tokens, C wide. For an
 all-reduce of S bytes each of the t ranks sends 2 r S bytes, with r = (t-1)/t (collectives.py). So a
-rank sends 8 r B T C e bytes per block, at e bytes an element. Embedding and head add 4 r B T C e,
-the loss three numbers per token. Between machines it rarely pays: each layer waits for messages.
+rank sends 8 r B T C e bytes per block, at e bytes an element. Embedding and head add 4 r B T C e;
+the loss adds three numbers per token. Between machines tensor parallelism rarely pays, because
+every layer waits for its messages. tensor_overlap.py hides those of f behind matmuls.
 
-Backward: that of g is the identity, because y is the sum of the partial sums: each of them gets y's
+Backward: g's is the identity, because y is the sum of the partial sums: each of them gets y's
 gradient. All ranks compute the same loss from the same y: it is one loss, not t of them. f's sum is
 the complete gradient of x, so all earlier layers get complete gradients, the same on every rank.
 
@@ -26,18 +27,19 @@ the complete gradient of x, so all earlier layers get complete gradients, the sa
 Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3.
 """
 
+import math
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable  # refuses a gradient of a gradient
-from torch.overrides import has_torch_function
 
 # --- f and g
 #
-#          module    function           forward                       backward
-#     f    Enter     CopyToGroup        identity                      all-reduce of the gradients
-#     g    Leave     ReduceFromGroup    all-reduce of partial sums    identity
+#                           forward                       backward
+#     f    CopyToGroup      identity                      all-reduce of the gradients
+#     g    ReduceFromGroup  all-reduce of partial sums    identity
 
 
 class CopyToGroup(torch.autograd.Function):
@@ -46,7 +48,7 @@ class CopyToGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
-        return x.view_as(x)  # a node of its own: the residual reads x, not this, and is not summed
+        return x.view_as(x)  # what reads x itself, such as the residual, is not summed
 
     @staticmethod
     @once_differentiable
@@ -82,49 +84,46 @@ def plain_mlp(x, up, down, group):
     return ReduceFromGroup.apply(F.linear(hidden, down), group)  # g
 
 
-class GroupFunction(nn.Module):
-    """A module for an autograd function of (x, group): `function`, which each subclass names."""
+class Enter(nn.Module):
+    """f as a module. Put one right before the split layers that share an input: one for q, k and v
+    together. Not before an unsplit layer: its gradient is complete on every rank, and f would
+    multiply it by t."""
 
-    def __init__(self, group):
+    def __init__(self, group, function=CopyToGroup):
         super().__init__()
-        self.group = group
+        self.group, self.function = group, function
 
     def forward(self, x):
         return self.function.apply(x, self.group)
 
 
-class Enter(GroupFunction):
-    """f. Put one right before the split layers that share an input: one for q, k and v together.
-    Not before an unsplit layer: its gradient is complete on each rank, f would add it t times."""
+class Leave(Enter):
+    """g as a module. It overwrites x, a partial sum that nothing else needs, with the sum."""
 
-    function = CopyToGroup  # sequence_parallel.py has another f and g
-
-
-class Leave(GroupFunction):
-    """g. It overwrites x, a partial sum that nothing else needs, with the sum."""
-
-    function = ReduceFromGroup
+    def __init__(self, group, function=ReduceFromGroup):
+        super().__init__(group, function)
 
 
 # --- the two matrices between f and g, cut by `shard`, below
 
 
 class ColumnParallelLinear(nn.Module):
-    """Splits the outputs: x (..., in) -> this rank's (..., out / t). Put f before it. Column and
-    Row are the paper's names: it writes Y = X A. torch stores A transposed, as (out, in), so a
-    column of A is a row of `weight`.
+    """Splits the outputs: x (..., in) -> this rank's (..., out / t). Put f before it. The paper
+    writes Y = X A, so these are columns of A. torch stores A transposed: they are rows of `weight`.
 
     Attention: a shard must be whole heads. The usual fused qkv (all q, all k, all v) would be cut
-    wrong, silently: order its rows by kv-head (its q heads, its k, its v), or keep three layers.
-    Where t does not divide `out`, zeros fill the last shards. The activation must then map 0 to 0,
-    or the padding gets gradients. kv_group: for more ranks than kv-heads, as in `shard`."""
+    wrong, without an error: order its rows by kv-head (its q heads, its k, its v), or keep three
+    layers. Where t does not divide `out`, zeros fill the last shards. The activation must then map
+    0 to 0, or the padding gets gradients."""
 
-    def __init__(self, linear, group, kv_group=None):
+    def __init__(self, linear, group):
         super().__init__()
-        self.weight = shard(linear.weight, 0, group, kv_group)  # (out / t, in)
-        self.bias = shard(linear.bias, 0, group, kv_group)
+        self.weight = shard(linear.weight, 0, group)  # (out / t, in)
+        self.bias = shard(linear.bias, 0, group)
 
     def forward(self, x):
+        if isinstance(x, dict):  # the f of tensor_overlap.py computes the outputs, too
+            return x[self]
         return F.linear(x, self.weight, self.bias)
 
 
@@ -140,7 +139,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x):
         y = self.leave(F.linear(x, self.weight))
-        # After g: before it each rank would add the bias, and the sum would have it t times
+        # After g, or the sum would contain the bias t times
         return y if self.bias is None else y + self.bias
 
 
@@ -152,9 +151,9 @@ class RowParallelLinear(nn.Module):
 #     for block in model.blocks:
 #         attn, mlp = block.attn, block.mlp
 #         attn.norm = nn.Sequential(attn.norm, Enter(group))
-#         attn.qkv = ColumnParallelLinear(attn.qkv, group)  # rows by kv-head; or cut q, k, v
+#         attn.qkv = ColumnParallelLinear(attn.qkv, group)  # rows ordered by kv-head: see above
 #         attn.proj = RowParallelLinear(attn.proj, group)
-#         attn.heads //= t  # also attn.kv_heads, if forward reads it; t must divide both
+#         attn.heads //= t  # and attn.kv_heads, if forward reads it. t must divide both
 #         mlp.norm = nn.Sequential(mlp.norm, Enter(group))
 #         mlp.up = ColumnParallelLinear(mlp.up, group)  # a gate likewise
 #         mlp.down = RowParallelLinear(mlp.down, group)
@@ -162,24 +161,24 @@ class RowParallelLinear(nn.Module):
 #     model.head = nn.Sequential(Enter(group), ColumnParallelLinear(model.head, group))
 #     model.head[1].weight = model.embed.weight  # if they were tied
 #     criterion = VocabParallelCrossEntropy(model.embed.vocab, group)
-#     optimizer = torch.optim.AdamW(model.parameters())  # only now: the parameters are new
+#     optimizer = torch.optim.AdamW(model.parameters())  # after the cut, which makes new ones
 #     optimizer.zero_grad()  # each step begins
-#     for tokens, targets in microbatches:  # target_count: the valid targets of all of them
+#     for tokens, targets in microbatches:  # target_count: valid targets of all micro-batches
 #         criterion(model(tokens), targets, target_count).backward()
 #     check_replicas_agree(model.parameters(), group)  # in the first step
-#     norm = grad_norm(model.parameters())  # torch's norm lacks other ranks' shards
+#     norm = grad_norm(model.parameters())  # clip_grad_norm_ would see this rank's shards only
 #     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
 #     optimizer.step()
 #
-# A faster Enter: EnterAndProject. Mistakes that nothing catches: docs/fix/not-checked.md.
+# Mistakes that nothing catches: docs/fix/not-checked.md.
 
 # --- shards: a rank's part of a parameter, and where it lies
 
 
 def span(size, index, shards):
-    """(start, length, width) of shard `index` of a dimension. width: of every shard, ceil(size /
-    shards). length: how much of it is not padding. 5 rows on 4 ranks have lengths 2, 2, 1 and 0."""
-    width = -(-size // shards)
+    """(start, length, width): shard `index` holds size[start : start + length] of a dimension. All
+    shards are `width` wide; beyond `length` there are zeros. 5 rows on 4 ranks: 2, 2, 1 and 0."""
+    width = math.ceil(size / shards)
     start = min(index * width, size)
     return start, min(width, size - start), width
 
@@ -193,50 +192,40 @@ def shard_tensor(full, dim, index, shards):
 
 
 def placement(parameter):
-    """What a parameter is a part of, with defaults where its attribute `placement` says nothing:
+    """Where this rank's part of a parameter lies. Techniques write these into the attribute
+    p.placement, each what it knows:
 
-    shape      of the whole parameter
-    cuts       {dimension: (group, start, length)}: the group's ranks have different shards, or
-               with `duplicate` some the same
-    partial    [group]: its gradient is a partial sum, still to be summed over the group
-    duplicate  whether an earlier rank of a `partial` group has the same shard, and counts it in
-               the norm
-    data       its own data-parallel ranks, as experts have: docs/use/two-techniques.md"""
-    default = dict(shape=tuple(parameter.shape), cuts={}, partial=[], duplicate=False, data=None)
+    shape      the shape of the whole parameter
+    cuts       {dimension: (group, start, length)}: this rank has whole[start : start + length], the
+               other ranks of the group have other parts
+    partial    [group]: after backward p.grad is a partial sum, to be added up over the group
+    data       its own data-parallel group, as experts have (composition.py)"""
+    default = dict(shape=tuple(parameter.shape), cuts={}, partial=[], data=None)
     return default | getattr(parameter, "placement", {})
 
 
 def split_over(parameter, group):
-    """Whether the ranks of the group hold shards of the parameter."""
-    group = group or dist.group.WORLD
-    return any(group is other for other, _, _ in placement(parameter)["cuts"].values())
+    """Whether ranks of the group have different shards of the parameter."""
+    ranks = set(dist.get_process_group_ranks(group))
+    cut_over = [other for other, _, _ in placement(parameter)["cuts"].values()]
+    return any(len(ranks.intersection(dist.get_process_group_ranks(g))) > 1 for g in cut_over)
 
 
-def shard(parameter, dim, group, kv_group=None):
+def shard(parameter, dim, group):
     """This rank's shard, a new parameter with a `placement`. None stays None. Raises ValueError if
-    this dimension has been cut before, or if the parameter has been cut over this group.
-
-    kv_group: s neighbouring ranks that all get the same shard, one of t/s. For k and v, where ranks
-    outnumber the kv-heads: each uses it for its own q heads, so its gradient is a partial sum.
-    All-reduce it over kv_group after backward, as the demo does."""
+    this dimension has been cut before, or if the parameter has been cut over this group."""
     if parameter is None:
         return None
-    dim, group = dim % parameter.dim(), group or dist.group.WORLD
+    dim = dim % parameter.dim()
     cuts = placement(parameter)["cuts"]
     if dim in cuts or split_over(parameter, group):
         raise ValueError("this parameter is a shard already: cut it once, and tie its shards")
     index, shards = dist.get_rank(group), dist.get_world_size(group)
-    if kv_group is not None:
-        index //= dist.get_world_size(kv_group)
-        shards //= dist.get_world_size(kv_group)
     full = parameter.detach()
     part = nn.Parameter(shard_tensor(full, dim, index, shards), parameter.requires_grad)
-    part.__dict__.update(parameter.__dict__)  # such as model.py's `init`
+    part.__dict__.update(parameter.__dict__)  # keep other attributes, such as model.py's `init`
     start, length, _ = span(parameter.shape[dim], index, shards)
     part.placement = placement(parameter) | {"cuts": cuts | {dim: (group, start, length)}}
-    if kv_group is not None:
-        part.placement["partial"] = [*part.placement["partial"], kv_group]
-        part.placement["duplicate"] = dist.get_rank(kv_group) > 0  # the norm counts the first one
     return part
 
 
@@ -244,8 +233,8 @@ def shard(parameter, dim, group, kv_group=None):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """tokens (B, T) -> (B, T, C). Each rank looks up the tokens whose rows it has, and gives zeros
-    for all others. g adds these up: of each token's t vectors one is not zero."""
+    """tokens (B, T) -> (B, T, C). A rank looks up the tokens whose rows it has. For all others it
+    makes zeros. g adds up the ranks' results."""
 
     def __init__(self, embedding, group):
         super().__init__()
@@ -258,7 +247,7 @@ class VocabParallelEmbedding(nn.Module):
             self.padding_row = embedding.padding_idx - self.start
 
     def forward(self, tokens):
-        # A token beyond the vocabulary would get zeros, silently. The device checks: no host waits
+        # Without this a token beyond the vocabulary would get zeros. It makes no host wait
         valid = (tokens >= 0) & (tokens < self.vocab)
         torch._assert_async(valid.all(), f"tokens must be from 0 to {self.vocab - 1}")
         row = tokens - self.start
@@ -268,10 +257,10 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class CrossEntropyFunction(torch.autograd.Function):
-    """-log softmax(logits)[target] of n tokens, from each rank's logits (n, V / t), whose columns
-    are `start` to `start + length` of the whole, then padding. For each token the ranks reduce
-    three numbers: the largest logit, the sum of exponentials and the target's logit. Backward,
-    softmax - onehot, sends nothing."""
+    """-log softmax(logits)[target] of n tokens. A rank's logits (n, V / t) are the columns start to
+    start + length of the whole, then padding. Sent: three numbers a token (the largest logit, the
+    sum of exponentials, the target's logit) in two all-reduces. Backward, softmax - onehot, sends
+    nothing."""
 
     @staticmethod
     def forward(ctx, logits, targets, start, length, group):
@@ -280,7 +269,7 @@ class CrossEntropyFunction(torch.autograd.Function):
         if length < logits.shape[1]:
             padding = torch.arange(logits.shape[1], device=logits.device) >= length
             logits = logits.masked_fill(padding, float("-inf"))
-        largest = logits.amax(dim=1)  # (n,): so exp can't overflow. The loss does not depend on it
+        largest = logits.amax(dim=1)  # (n,): subtracted so that exp can't overflow; it cancels
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         shifted = logits - largest.unsqueeze(1)  # (n, V / t)
         column = targets - start  # (n,): the target's column, if this rank has it
@@ -298,15 +287,15 @@ class CrossEntropyFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         softmax, column, outside = ctx.saved_tensors
-        onehot = (~outside).to(softmax.dtype).unsqueeze(1)  # (n, 1): 1 if the target is here
-        softmax.scatter_add_(1, column, -onehot)  # in place, to save memory: backward runs once
+        is_here = (~outside).to(softmax.dtype).unsqueeze(1)  # (n, 1): 1 if the target is here
+        softmax.scatter_add_(1, column, -is_here)  # in place: nothing else reads it
         return softmax.mul_(grad.unsqueeze(1)).to(ctx.dtype), None, None, None, None
 
 
 class VocabParallelCrossEntropy(nn.Module):
     """logits (B, T, V / t), targets (B, T) -> summed cross-entropy / target_count, the same scalar
-    on every rank. target_count: the valid targets of the whole batch, in all its micro-batches.
-    Targets below zero add nothing."""
+    on every rank. target_count: the number of valid targets of the whole batch, all micro-batches
+    together. Targets below zero are not valid: they add nothing."""
 
     def __init__(self, vocab, group):
         super().__init__()
@@ -330,16 +319,14 @@ class VocabParallelCrossEntropy(nn.Module):
 
 @torch.no_grad()
 def grad_norm(parameters):
-    """The norm of the whole model's gradient, a float64 scalar. Squares of shards are added up over
-    the groups that cut them. A whole parameter's gradient is equal on all ranks, and counts once.
-    With a pipeline, add the squares of the stages' norms and take the root."""
+    """The norm of the whole gradient, a float64 scalar. Squares of shards are added up over the
+    groups that cut them. A whole parameter's gradient is equal on all ranks, and counts once."""
     parameters = list(parameters)
     gradients = {}  # {the groups that cut a parameter: gradients}
     for p in parameters:
-        where = placement(p)
-        groups = tuple(group for group, _, _ in where["cuts"].values())
-        held = gradients.setdefault(groups, [])
-        if p.grad is not None and not where["duplicate"]:
+        groups = tuple(group for group, _, _ in placement(p)["cuts"].values())
+        held = gradients.setdefault(groups, [])  # on all ranks, which join the all-reduces below
+        if p.grad is not None:
             held.append(p.grad)
     total = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
     for groups, held in gradients.items():
@@ -352,118 +339,18 @@ def grad_norm(parameters):
     return total.sqrt()
 
 
-# --- faster: f's message travels while backward computes the weights' gradients
-#
-#     Enter              dx, dW, db, all-reduce of dx            dx: the gradient of x, and so on
-#     EnterAndProject    dx, its all-reduce starts, dW, db, wait
-
-
-class EnterLinears(torch.autograd.Function):
-    """f, and F.linear of each layer that reads its result: one function can order all gradients."""
-
-    @staticmethod
-    def forward(ctx, x, group, *parameters):
-        ctx.group = group
-        ctx.saver = x.grad_fn  # SaveFirst, below, has saved x and the weights
-        return linears(x, parameters)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *dys):
-        x, *weights = ctx.saver.saved_tensors
-        dx = gradient_of_input(dys, weights)
-        message = dist.all_reduce(dx, group=ctx.group, async_op=True)
-        of_parameters = gradients_of_parameters(dys, x, ctx.needs_input_grad[2:])
-        message.wait()
-        return dx, None, *of_parameters
-
-
-def linears(x, parameters):
-    """x (B, T, C) -> (B, T, out / t) of each layer. parameters: all weights, then all biases."""
-    n = len(parameters) // 2
-    return tuple(F.linear(x, *pair) for pair in zip(parameters[:n], parameters[n:]))
-
-
-def gradient_of_input(dys, weights):
-    """dy (B, T, out / t) of each layer -> dx (B, T, C), their sum of dy W."""
-    dx = None
-    for dy, weight in zip(dys, weights):
-        rows, weight = dy.flatten(0, -2), weight.to(dy.dtype)  # F.linear's cast, under autocast
-        dx = rows @ weight if dx is None else torch.addmm(dx, rows, weight)
-    return dx.view(*dys[0].shape[:-1], -1)
-
-
-def gradients_of_parameters(dys, x, needed):
-    """dW = dy^T x of each layer, then db of each. needed: False if frozen, or without a bias."""
-    x, dys = x.flatten(0, -2), [dy.flatten(0, -2) for dy in dys]
-    of_weights = [dy.T @ x if needs else None for dy, needs in zip(dys, needed)]
-    of_biases = [dy.sum(0) if needs else None for dy, needs in zip(dys, needed[len(dys) :])]
-    return *of_weights, *of_biases
-
-
-class EnterAndProject(Enter):
-    """Takes the place of an Enter, and computes `layers`, ProjectedLinears, too. Only they read its
-    result, {layer: its product}.
-
-        attn.qkv = ProjectedLinear(attn.qkv, group)
-        attn.norm = nn.Sequential(attn.norm, EnterAndProject(group, [attn.qkv]))"""
-
-    def __init__(self, group, layers):
-        super().__init__(group)
-        self.layers = list(layers)  # a list: no second name in state_dict
-
-    def forward(self, x):
-        # Two cases take plain f. torch.compile makes one graph of a block. zero_bubble.py's torch
-        # function mode replaces F.linear, and puts off the weights' gradients itself
-        if torch.compiler.is_compiling() or has_torch_function((x,)):
-            return super().forward(x)
-        return self.project(x)
-
-    def project(self, x):
-        if torch.is_autocast_enabled(x.device.type):  # F.linear's own cast comes after x is saved
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        weights, biases = zip(*(layer.weight_and_bias() for layer in self.layers))
-        return dict(zip(self.layers, self.products(x, weights, biases)))
-
-    def products(self, x, weights, biases):
-        x = SaveFirst.apply(x, x.detach(), *weights)
-        return EnterLinears.apply(x, self.group, *weights, *biases)
-
-
-class ProjectedLinear(ColumnParallelLinear):
-    """A layer whose product EnterAndProject has computed. After a plain f it computes it itself."""
-
-    def weight_and_bias(self):  # SharedHeads, below, uses some of the rows only
-        return self.weight, self.bias
-
-    def forward(self, x):
-        return x[self] if isinstance(x, dict) else F.linear(x, *self.weight_and_bias())
-
-
-class SaveFirst(torch.autograd.Function):
-    """Identity. Saves tensors before the products, not after, as EnterLinears would. Activation
-    checkpointing ends its second forward at the last saved tensor: no product runs again."""
-
-    @staticmethod
-    def forward(ctx, x, *saved):
-        ctx.save_for_backward(*saved)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, *[None] * (len(ctx.needs_input_grad) - 1)
-
-
 # --- a mistake that would be silent: refused
 
 
 def check_replicas_agree(parameters, group):
-    """Refuse gradients of whole parameters that differ between ranks by more than rounding: an f or
-    a sum is missing. Call it after backward, in a first step: the host waits for the device."""
+    """Refuse NaN, and gradients of whole parameters that differ between ranks by more than
+    rounding: an f or a sum is missing. Call it after backward, in the first step only: it makes the
+    host wait."""
     norm = grad_norm(p for p in parameters if not placement(p)["cuts"])
     norms = [torch.empty_like(norm) for _ in range(dist.get_world_size(group))]
     dist.all_gather(norms, norm, group=group)
-    if not max(norms) - min(norms) <= 5e-4 * max(norms):  # above bfloat16's rounding
+    norms = torch.stack(norms)  # whose max is NaN if one of them is
+    if not norms.max() - norms.min() <= 5e-4 * norms.max():  # above bfloat16's rounding
         found = ", ".join(f"{n:.6g}" for n in norms)
         raise RuntimeError(
             f"the ranks' gradients of whole parameters differ, in norm {found}: "
@@ -474,49 +361,44 @@ def check_replicas_agree(parameters, group):
 # --- for model.py's GPT ---
 
 
-def parallelize_tensors(model, group, kv_group=None, whole_experts=False):
+def parallelize_tensors(model, group, heads_groups=None, whole_experts=False):
     """Cut a GPT over `group`, in place, and return it; on the meta device too. Any of embedding,
     blocks and head may be missing. Make the optimizer afterwards: parameters are replaced. Raises
-    ValueError where heads do not divide, and for a model that is cut already. kv_group: see
-    kv_group_of. whole_experts: leave the experts as they are."""
+    ValueError where heads do not divide, and for a model that is cut already. heads_groups: see
+    SharedHeads. whole_experts: leave the experts as they are."""
     check_heads(model.config, dist.get_world_size(group))
     for block in model.blocks.values():
         attn, mlp = block.attn, block.mlp
-        if kv_group is None:
-            attn.qkv = ProjectedLinear(attn.qkv, group)
+        attn.enter = Enter(group)
+        if heads_groups is None:
+            attn.qkv = ColumnParallelLinear(attn.qkv, group)
         else:
-            attn.qkv = SharedHeads(attn, group, kv_group)
-            attn.queries_per_kv //= dist.get_world_size(kv_group)
-        attn.enter = EnterAndProject(group, [attn.qkv])
+            attn.qkv = SharedHeads(attn, *heads_groups)
+            attn.queries_per_kv //= dist.get_world_size(heads_groups[1])
         attn.proj = RowParallelLinear(attn.proj, group)
-        if model.config.experts and not whole_experts:  # every expert's hidden units
+        if model.config.experts and not whole_experts:
             mlp.enter = Enter(group)
             mlp.leave = Leave(group)
             mlp.experts.gate = shard(mlp.experts.gate, 1, group)  # (E, out, in)
             mlp.experts.up = shard(mlp.experts.up, 1, group)
             mlp.experts.down = shard(mlp.experts.down, 2, group)
-        if model.config.experts:  # the router stays whole
-            mlp = mlp.shared  # an MLP beside the experts, or None. It has an f of its own
+        if model.config.experts:
+            mlp = mlp.shared  # None, or an ordinary MLP beside the experts. The router stays whole
         if mlp is not None:
-            mlp.up = ProjectedLinear(mlp.up, group)
-            mlp.down = RowParallelLinear(mlp.down, group)
-            layers = [mlp.up]
+            mlp.enter = Enter(group)
             if mlp.gate is not None:
-                mlp.gate = ProjectedLinear(mlp.gate, group)
-                layers = [mlp.gate, mlp.up]
-            mlp.enter = EnterAndProject(group, layers)
+                mlp.gate = ColumnParallelLinear(mlp.gate, group)
+            mlp.up = ColumnParallelLinear(mlp.up, group)
+            mlp.down = RowParallelLinear(mlp.down, group)
     if model.embed is not None:
         model.embed.token = VocabParallelEmbedding(model.embed.token, group)
     if model.head is not None:
-        model.head.out = ProjectedLinear(model.head.out, group)
-        model.head.enter = EnterAndProject(group, [model.head.out])
+        model.head.enter = Enter(group)
+        model.head.out = ColumnParallelLinear(model.head.out, group)
         model.loss = VocabParallelCrossEntropy(model.config.vocab, group)
         if model.config.tied and model.embed is not None:
             model.head.out.weight = model.embed.token.weight
     return model
-
-
-# Fewer kv-heads than ranks: s = t / kv_heads neighbours share one
 
 
 def check_heads(config, t):
@@ -533,25 +415,40 @@ def check_heads(config, t):
         )
 
 
-def kv_group_of(config):
-    """The ranks that share this one's kv-head, where ranks outnumber the kv-heads. Else None."""
-    ranks = dist.get_world_size() // config.kv_heads
-    return dist.new_subgroups(ranks)[0] if ranks > 1 else None
+class SharedHeads(ColumnParallelLinear):
+    """qkv where ranks outnumber the kv-heads: each head has several ranks. A rank holds all rows of
+    its head, q..q k v, but computes k, v and its own part of the q heads only. So its gradient is a
+    partial sum over these ranks.
 
+    heads_group    ranks with different kv-heads, one of each
+    sharing_group  ranks that share this one's kv-head"""
 
-class SharedHeads(ProjectedLinear):
-    """qkv where the ranks of kv_group share a kv-head. Each holds all rows of that head, q..q k v,
-    but computes k, v and its own part of the q heads only."""
-
-    def __init__(self, attn, group, kv_group):
-        super().__init__(attn.qkv, group, kv_group)
-        rows = attn.queries_per_kv * attn.head_dim // dist.get_world_size(kv_group)
-        self.queries = slice(dist.get_rank(kv_group) * rows, (dist.get_rank(kv_group) + 1) * rows)
+    def __init__(self, attn, heads_group, sharing_group):
+        super().__init__(attn.qkv, heads_group)
+        for p in self.parameters():
+            p.placement["partial"] = [*p.placement["partial"], sharing_group]
+        rows = attn.queries_per_kv * attn.head_dim // dist.get_world_size(sharing_group)
+        rank = dist.get_rank(sharing_group)
+        self.queries = slice(rank * rows, (rank + 1) * rows)
         self.kv = slice(attn.queries_per_kv * attn.head_dim, None)
 
-    def weight_and_bias(self):
+    def used(self):
+        """(weight, bias) of the rows that this rank computes."""
         whole = self.weight, self.bias
         return [p if p is None else torch.cat([p[self.queries], p[self.kv]]) for p in whole]
+
+    def forward(self, x):
+        return x[self] if isinstance(x, dict) else F.linear(x, *self.used())
+
+
+def heads_groups_of(config):
+    """(heads_group, sharing_group) of SharedHeads if there are more ranks than kv-heads, or None."""
+    ranks = torch.arange(dist.get_world_size())
+    if len(ranks) <= config.kv_heads:
+        return None
+    sharing = ranks.view(config.kv_heads, -1)
+    groups = [dist.new_subgroups_by_enumeration(rows.tolist())[0] for rows in (sharing.T, sharing)]
+    return tuple(groups)
 
 
 # --- demo ---
@@ -571,9 +468,10 @@ def main():
 
 def demo(run):  # a proof.Run: batches, log, and the receipt that compares with one process
     args, group = run.args, dist.group.WORLD
-    kv_group = kv_group_of(run.config)
-    run.groups(tp=group, kv=kv_group)  # counts what is sent over each
-    model = run.fill(parallelize_tensors(run.meta_model(), group, kv_group))
+    heads_groups = heads_groups_of(run.config)  # None with the usual numbers of heads
+    heads, sharing = heads_groups or (None, None)
+    run.groups(tp=group, heads=heads, kv=sharing)  # counts what is sent over each
+    model = run.fill(parallelize_tensors(run.meta_model(), group, heads_groups))
     parameters = list(model.parameters())
     optimizer = harness.make_optimizer(parameters, args)
     for step in run.steps(optimizer):

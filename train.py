@@ -52,6 +52,7 @@ import proof
 import receipts.muon
 import receipts.pipeline
 import sequence_parallel
+import tensor_overlap
 import tensor_parallel
 import zero
 from harness import initialize, zero_flags
@@ -113,7 +114,8 @@ def mesh(args, schedule, config):
     cp               ranks that share sequences; ring, ulysses: its two dimensions, if it has two
     ep, copies       ranks that share one copy of the experts; ranks with the same experts
     inside, across   --zero-ranks: ranks that split one copy of the states; with the same shard
-    kv               tp ranks that share a key/value head, if there are more ranks than heads
+    heads, kv        if there are more tp ranks than key/value heads: ranks with different ones;
+                     ranks that share one
     tied             the pp ranks, one or two, that hold a tied matrix: its gradient is their sum
     island, islands  ranks of one island; ranks with the same place in every island
     down, up         messages of a pipeline, activations and gradients: pipeline.make_links"""
@@ -132,6 +134,7 @@ def mesh(args, schedule, config):
         views |= {"ring": cp.transpose(-2, -1), "ulysses": cp}
     if args.tp > config.kv_heads:
         views["kv"] = ranks.unflatten(-1, (config.kv_heads, -1))
+        views["heads"] = views["kv"].transpose(-2, -1)
     if args.ep > 1:
         views |= {"ep": experts, "copies": copies}
     if args.zero_ranks:
@@ -158,15 +161,17 @@ def build(run, schedule, groups):
     """This rank's stages of the model, cut on the meta device: no memory, no weights yet."""
     args, tp, cp = run.args, groups["tp"], groups["cp"]
     turns = dualpipe.Turns()  # with dualpipev two micro-batches take turns at waits for experts
+    heads_groups = (groups["heads"], groups["kv"]) if "kv" in groups else None
     stages = schedule.stages(dist.get_rank(groups["pp"]))
     layers = receipts.pipeline.stage_layers(run.config, schedule.last + 1)  # balanced by FLOPs
     parts = harness.split(run.meta_model, layers, stages, groups["tied"])
     for part in parts.values():
         if args.sp:
-            options = dict(keep_gathered=not args.gather_again, whole_experts=args.fold_experts)
-            sequence_parallel.parallelize_sequence(part, tp, kv_group=groups.get("kv"), **options)
+            sequence_parallel.parallelize_sequence(part, tp, heads_groups, args.fold_experts)
         elif args.tp > 1:
-            tensor_parallel.parallelize_tensors(part, tp, groups.get("kv"))
+            tensor_parallel.parallelize_tensors(part, tp, heads_groups)
+        if args.tp > 1:
+            tensor_overlap.overlap(part, args.gather_again)
         else:
             lean_head(part, args.compile)  # tp cuts the vocabulary; else the loss comes in pieces
         if args.cp > 1:

@@ -56,6 +56,7 @@ import harness
 import model as gpt
 import muon
 import sequence_parallel
+import tensor_overlap
 import tensor_parallel
 import zero
 import zero_bubble
@@ -227,7 +228,7 @@ def their_fsdp(reshard, job):
 
 
 def our_tensor(parallelize, job):
-    model = job.model(lambda whole: parallelize(whole, job.group))
+    model = job.model(lambda whole: tensor_overlap.overlap(parallelize(whole, job.group)))
     parameters = list(model.parameters())
     optimizer, inputs = job.optimizer(parameters), (job.tokens, None, job.targets, job.count)
     complete = partial(sequence_parallel.reduce_partial, parameters)  # without --sp nothing

@@ -42,7 +42,7 @@ def grad_norm(parameters, groups=()):
     shards = {}  # {the groups that are added up: gradients}
     for p, cut_over in zip(parameters, cuts):
         counted = shards.setdefault(cut_over or copied_over, [])
-        if p.grad is not None and is_first(p, () if cut_over else copied_over):
+        if p.grad is not None and is_first(p, () if cut_over else copied_over, groups):
             counted.append(p.grad)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for cut_over, counted in shards.items():

@@ -8,7 +8,6 @@ A technique that cuts a parameter, or copies it to other ranks, writes
                    This rank holds whole[start : start + size] of the dimension. Its tensor may be
                    longer: then zeros follow, as padding
         "partial": groups over which the gradient is still a partial sum after backward
-        "duplicate": whether another rank of a cut's group has the same piece, and counts it
         "data":    the data-parallel group of this parameter, if it has its own (experts)
     }
 
@@ -37,8 +36,12 @@ def take(whole, parameter):
     return padded
 
 
-def is_first(parameter, copied_over):
+def is_first(parameter, copied_over, added_over):
     """Whether this rank counts a parameter that other ranks hold as well: whether it is the first
-    of each group in copied_over, and of each over which the gradient was a partial sum."""
-    groups = [*copied_over, *placement(parameter)["partial"]]
+    of each group in copied_over, and of each part of an `added_over` that made partial sums."""
+    groups = [*copied_over]
+    for partial in placement(parameter)["partial"]:
+        ranks = set(dist.get_process_group_ranks(partial))
+        if any(ranks.issubset(dist.get_process_group_ranks(group)) for group in added_over):
+            groups.append(partial)
     return all(dist.get_rank(group) == 0 for group in groups)

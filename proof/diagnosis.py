@@ -118,8 +118,6 @@ def summary_of_piece(piece, parameter):
     shape = placement(parameter)["shape"]
     numbers = torch.arange(1, math.prod(shape) + 1, device=piece.device).view(shape)
     numbers = take(numbers, parameter)
-    if placement(parameter).get("duplicate"):  # another rank's part is the same one
-        numbers = torch.zeros_like(numbers)
     return summary(piece[numbers > 0], numbers[numbers > 0] - 1)
 
 

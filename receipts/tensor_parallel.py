@@ -30,9 +30,11 @@ def expected(sizes, group, scalars=1, partial=True):
 def shared_heads(sizes):
     """Sent for the gradients of kv-heads that several ranks have together."""
     shared = sum(p.elements for p in parameters_of(sizes) if p.shared)
-    group = Group("kv", max(sizes.tp // sizes.config.kv_heads, 1))
+    if not shared:
+        return {}
     text = f"2 r P e: P = {shared:,} of shared kv-heads"
-    return summed(group, shared * sizes.reduced, text) if shared else {}
+    sent = summed(Group("kv", sizes.tp // sizes.config.kv_heads), shared * sizes.reduced, text)
+    return sent | summed(Group("heads", sizes.config.kv_heads), SCALAR, "the norm")
 
 
 def repeated(sizes):

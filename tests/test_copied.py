@@ -374,7 +374,7 @@ def test_usage_of_tensor_and_sequence_parallel(tp, sp):
     for name, p in sequence.named().items():
         p.data.copy_(cuts(before[name], p))
         p.grad = None
-    sequence.model.place.where = sp.shard_positions(torch.arange(8), group.WORLD)
+    sequence.model.place.where = sp.shard_tokens(torch.arange(8), group.WORLD)
     use(
         "sequence_parallel", sequence.model, microbatches=microbatches, criterion=names["criterion"]
     )

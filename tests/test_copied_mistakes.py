@@ -73,14 +73,18 @@ VocabParallelCrossEntropy(7, world)(torch.ones(2, 7), torch.tensor([0, 1]), 2)
     # 4 of 7 logits ... not 7
 Layout(Transformer(lambda: Block(heads=3)), "sgd", tp=2).model(TOKENS)  # unflatten
 twice(lambda x: {Enter | Leave}(world)(x * 1) ** 3, 2, 3)  # once_differentiable
-twice(lambda x: EnterAndProject(world, [linear])(x)[linear] ** 3, 2, WIDTH)  # once_differentiable
 twice(lambda x: VocabParallelCrossEntropy(7, world)(x @ torch.ones(3, 4), torch.tensor([0, 5]), 2),
     2, 3)  # does not require grad
 """,
     "tensor_parallel sequence_parallel": """
-twice(lambda x: {SequenceEnter | SequenceLeave}(world)(x) ** 3, 2, 4, WIDTH)  # once_differentiable
-twice(lambda x: SequenceEnterAndProject(world, [linear], {True | False})(x)[linear] ** 3,
-    2, 4, WIDTH)  # once_differentiable
+twice(lambda x: {GatherTokens | ReduceScatterTokens}.apply(x, world) ** 3, 2, 4, WIDTH)
+    # once_differentiable
+""",
+    "tensor_parallel sequence_parallel tensor_overlap": """
+twice(lambda x: EnterAndProject(Enter(world), [linear])(x)[linear] ** 3, 2, WIDTH)
+    # once_differentiable
+twice(lambda x: EnterAndProject(Enter(world, GatherTokens), [linear], {True | False})(x)[linear]
+    ** 3, 2, 4, WIDTH)  # once_differentiable
 """,
     "context_parallel": """
 core({"ring" | "gather" | "ulysses"})(*qkv({k=(2, 3, 6, 8) | k=(1, 2, 6, 8) | k=(2, 2, 5, 8) |
@@ -155,7 +159,6 @@ def user_names(module):
         core=context_core,
         three_heads=Names(config=three_heads, embed=None, blocks={}, head=None),
     )
-    names["linear"].weight_and_bias = lambda: (names["linear"].weight, None)
     if module.__name__ == "pipeline":
         names["good"] = module.Schedule(module.one_f_one_b(r, 2, 2) for r in range(2))
     return vars(foreign) | vars(uses) | globals() | vars(module) | locals() | names

@@ -10,11 +10,12 @@ from conftest import ROOT
 from tops import in_one_file
 
 TECHNIQUES = ["collectives", "ddp", "parameter_server", "zero", "fsdp"]
-TECHNIQUES += ["tensor_parallel", "sequence_parallel", "pipeline", "zero_bubble", "dualpipe"]
-TECHNIQUES += ["context_parallel", "packed_documents", "expert_parallel", "muon", "diloco"]
-TECHNIQUES += ["composition"]
+TECHNIQUES += ["tensor_parallel", "sequence_parallel", "tensor_overlap"]
+TECHNIQUES += ["pipeline", "zero_bubble", "dualpipe", "context_parallel"]
+TECHNIQUES += ["packed_documents", "expert_parallel", "muon", "diloco", "composition"]
 # Lessons whose tops build on others
 BUILDS_ON = {"fsdp": ["zero"], "sequence_parallel": ["tensor_parallel"]}
+BUILDS_ON |= {"tensor_overlap": ["sequence_parallel", "tensor_parallel"]}
 BUILDS_ON |= {"zero_bubble": ["pipeline"], "dualpipe": ["zero_bubble", "pipeline"]}
 BUILDS_ON |= {"packed_documents": ["context_parallel"], "composition": ["zero", "fsdp", "muon"]}
 OTHERS = [

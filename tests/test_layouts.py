@@ -367,8 +367,8 @@ first piece on every rank: tensor_parallel:span
 all shards equal: harness.placement:placement
     "placement", {}) -> "placement", {}) | first_cuts(parameter)
     sgd --tp 2 -> step 1, forward: the output of blocks.0 on all ->
-shared kv-heads counted twice: composition:count_copies
-    [*grid, *sums] -> grid
+shards counted as copies: composition:count_copies
+    / count_parts(groups_cutting(p)) -> / 1
     grouped --tp 4 --zero 1 -> step 1, the norm ->
 gradients of keys never come home: packed_documents:SendHome.__call__
     += receive() -> += receive() * 0
@@ -376,10 +376,10 @@ gradients of keys never come home: packed_documents:SendHome.__call__
 bias on every rank: tensor_parallel:RowParallelLinear.forward
     self.weight)) -> self.weight, self.bias))\n    return y
     sgd --tp 2 -> step 2, forward: the output of blocks.0 on all ->
-x's gradient before its sum is there: tensor_parallel:EnterLinears.backward
+x's gradient before its sum is there: tensor_overlap:EnterLinears.backward
     all_reduce(dx, -> all_reduce(dx.clone(),
     sgd --tp 2 -> step 1, backward -> add up to the right one: never summed over tp
-a weight's gradient of tokens that are not there yet: sequence_parallel:GatherLinears.backward
+a weight's gradient of tokens that are not there yet: tensor_overlap:GatherLinears.backward
     x = finish_gather() -> x = torch.zeros_like(finish_gather())
     sgd --tp 2 --sp --gather-again -> step 1, backward -> it is zero: it was never computed
 recomputed without the collectives: tensor_parallel:ReduceFromGroup.forward

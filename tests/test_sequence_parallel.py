@@ -8,6 +8,7 @@ from reference import batch
 import harness
 import model as gpt
 import sequence_parallel as sp
+import tensor_overlap
 import tensor_parallel as tp
 from harness import initialize, presets
 from proof.ledger import storage_bytes
@@ -35,12 +36,11 @@ def saved_bytes(model, block, *args, **kwargs):
     return storage_bytes(t for t in saved if t.untyped_storage().data_ptr() not in parameters)
 
 
-def build(config, group, keep=True, parallelize=sp.parallelize_sequence):
+def build(config, parallelize, again=False):
     with torch.device("meta"):
         model = gpt.GPT(config)
-    return initialize.fill(
-        parallelize(model, group, keep), 7, dtype=torch.float64, take=harness.take
-    )
+    model = tensor_overlap.overlap(parallelize(model, dist.group.WORLD), again)
+    return initialize.fill(model, 7, dtype=torch.float64, take=harness.take)
 
 
 @pytest.mark.parametrize("gather_again, more", [(False, 1), (True, 10 / 8)])
@@ -65,11 +65,9 @@ def test_what_a_block_keeps(ranks):
     configs = {family: presets.configure(family=family, **sizes) for family in ("gpt2", "llama")}
 
     def work(rank, config):
-        def plain(model, group, keep):
-            return tp.parallelize_tensors(model, group)
-
-        ways = (plain, None), (sp.parallelize_sequence, True), (sp.parallelize_sequence, False)
-        models = [build(config, dist.group.WORLD, keep, parallelize) for parallelize, keep in ways]
+        ways = [(tp.parallelize_tensors,)]
+        ways += [(sp.parallelize_sequence, again) for again in (False, True)]
+        models = [build(config, *way) for way in ways]
         return [saved_bytes(model, model.blocks["1"], tokens) for model in models]
 
     found, *_ = ranks(4, lambda rank: {name: work(rank, c) for name, c in configs.items()})

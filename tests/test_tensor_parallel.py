@@ -2,7 +2,6 @@
 test_copied.py, test_layouts.py."""
 
 import dataclasses
-import functools
 from contextlib import nullcontext
 
 import torch
@@ -14,6 +13,7 @@ import expert_parallel
 import harness
 import model as gpt
 import sequence_parallel
+import tensor_overlap
 import tensor_parallel as tp
 import zero_bubble
 from harness import initialize, presets
@@ -164,18 +164,20 @@ def test_backward_hides_the_messages_of_f(ranks, monkeypatch):
     weight's gradient, and sequence parallelism's five g, which gather gradients."""
     config = dataclasses.replace(CONFIGS["llama"], layers=2)
     tokens, targets, _, count = batch(0)
-    kept = sequence_parallel.parallelize_sequence
-    again = functools.partial(kept, keep_gathered=False)
 
-    def work(rank, parallelize, mode=nullcontext()):
+    def work(rank, parallelize, again=False, mode=nullcontext()):
+        def overlapped(model, group):
+            return tensor_overlap.overlap(parallelize(model, group), again)
+
         with mode:
-            loss = build(config, dist.group.WORLD, parallelize)(tokens, None, targets, count)
+            loss = build(config, dist.group.WORLD, overlapped)(tokens, None, targets, count)
         with monkeypatch.context() as patches, Flights() as flights:
             patches.setattr(dist.Work, "wait", lambda work: flights.wait(work))
             loss.backward()
         assert not flights.flying
         return sum(flights.landed), len(flights.landed)
 
-    ways = [(tp.parallelize_tensors,), (tp.parallelize_tensors, zero_bubble.Deferred())]
-    results = ranks(2, lambda rank: [work(rank, *way) for way in (*ways, (kept,), (again,))])
+    ways = [(tp.parallelize_tensors,), (tp.parallelize_tensors, False, zero_bubble.Deferred())]
+    ways += [(sequence_parallel.parallelize_sequence, again) for again in (False, True)]
+    results = ranks(2, lambda rank: [work(rank, *way) for way in ways])
     assert results == 2 * [[(5, 5), (0, 5), (5, 10), (10, 15)]]

@@ -29,8 +29,9 @@ from reference import cuts_of, piece
 from torch.distributed import group
 from torch.utils.checkpoint import checkpoint
 
-TOPS = "collectives ddp zero fsdp tensor_parallel sequence_parallel pipeline zero_bubble"
-TOPS += " dualpipe context_parallel packed_documents expert_parallel muon diloco composition"
+TOPS = "collectives ddp zero fsdp tensor_parallel sequence_parallel tensor_overlap pipeline"
+TOPS += " zero_bubble dualpipe context_parallel packed_documents expert_parallel muon diloco"
+TOPS += " composition"
 WAYS = {
     "naive": dict(bucket_bytes=0, overlap=False),
     "bucketed": dict(bucket_bytes=800, overlap=False),
@@ -152,21 +153,24 @@ class Layout(OneProcess):
             mixture.dispatch = dispatch
 
     def split_layers(self):
+        import tensor_overlap
         import tensor_parallel as tp
 
-        enter, project, leave, model = tp.Enter, tp.EnterAndProject, tp.Leave, self.model
+        enter, leave, model = tp.Enter, tp.Leave, self.model
         self.criterion = tp.VocabParallelCrossEntropy(VOCAB, self.tp)
         if isinstance(model, Llama):
             return split_llama(tp, model.model, self.tp)
         if self.tensor != "tensor":
             import sequence_parallel as sp
 
-            enter, project, leave = sp.SequenceEnter, sp.SequenceEnterAndProject, sp.SequenceLeave
+            enter = functools.partial(tp.Enter, function=sp.GatherTokens)
+            leave = functools.partial(tp.Leave, function=sp.ReduceScatterTokens)
 
-        def cut(module, first, last):
-            layer = tp.ProjectedLinear(getattr(module, first), self.tp)
+        def cut(module, first, last, **options):
+            layer = tp.ColumnParallelLinear(getattr(module, first), self.tp)
             setattr(module, first, layer)
-            module.norm = nn.Sequential(module.norm, project(self.tp, [layer]))
+            project = tensor_overlap.EnterAndProject(enter(self.tp), [layer], **options)
+            module.norm = nn.Sequential(module.norm, project)
             setattr(module, last, tp.RowParallelLinear(getattr(module, last), self.tp))
             getattr(module, last).leave = leave(self.tp)
 
@@ -174,9 +178,7 @@ class Layout(OneProcess):
             cut(block.attn, "qkv", "proj")
             block.attn.heads //= self.t
             if not isinstance(block.mlp, Mixture):  # each tp rank has the mixture, whole
-                cut(block.mlp, "up", "down")
-                if self.again:
-                    block.mlp.norm[1] = project(self.tp, [block.mlp.up], keep_gathered=False)
+                cut(block.mlp, "up", "down", gather_again=self.again)
         if self.tensor == "stream":
             self.criterion = mean_loss
         else:
@@ -289,9 +291,9 @@ class Layout(OneProcess):
         if self.tensor != "tensor":
             import sequence_parallel as sp
 
-            where = sp.shard_positions(where, self.tp)
+            where = sp.shard_tokens(where, self.tp)
             if self.tensor == "stream":
-                x, y = sp.shard_positions(x, self.tp), sp.shard_positions(y, self.tp)
+                x, y = sp.shard_tokens(x, self.tp), sp.shard_tokens(y, self.tp)
         if self.place:
             self.place.where = where.clamp(max=self.length - 1)
         return list(zip(x.tensor_split(self.microbatches), y.tensor_split(self.microbatches)))
@@ -449,7 +451,10 @@ def plainly(ep, over, rows, weights, chosen, experts, meanwhile):
 
 def split_llama(tp, llama, over):
     """Hugging Face's. On 4 ranks two share each of its 2 kv-heads."""
-    kv_group, _ = dist.new_subgroups(2) if dist.get_world_size(over) == 4 else (None, None)
+    shared = dist.get_world_size(over) == 4
+    if shared:
+        heads, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
+        sharing, _ = dist.new_subgroups(2)
     kinds = {"embed_tokens": tp.VocabParallelEmbedding}
     kinds |= dict.fromkeys(("o_proj", "down_proj"), tp.RowParallelLinear)
     for parent in list(llama.modules()):
@@ -457,11 +462,15 @@ def split_llama(tp, llama, over):
             if name.endswith("norm"):
                 setattr(parent, name, nn.Sequential(child, tp.Enter(over)))
             elif name in kinds or isinstance(child, nn.Linear):
-                options = {"kv_group": kv_group} if name in ("k_proj", "v_proj") else {}
+                own = shared and name in ("k_proj", "v_proj")
                 kind = kinds.get(name, tp.ColumnParallelLinear)
-                setattr(parent, name, kind(child, over, **options))
+                layer = kind(child, heads if own else over)
+                if own:
+                    for p in layer.parameters():
+                        p.placement["partial"].append(sharing)
+                setattr(parent, name, layer)
         if hasattr(parent, "num_key_value_groups"):
-            parent.num_key_value_groups = 1 if kv_group else 2
+            parent.num_key_value_groups = 1 if shared else 2
 
 
 # --- ZeRO's units behind checkpoints, and passes that are no part of a step
