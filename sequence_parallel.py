@@ -163,6 +163,7 @@ def shard_tokens(full, group):
 def mark_partial(parameters, group):
     """Note in the placement of each unsplit parameter that backward leaves a partial sum of its
     gradient, because it saw this rank's tokens only. Call it after all cuts."""
+    group = group or dist.group.WORLD
     for p in parameters:
         where = placement(p)
         if group not in where["partial"] and not split_over(p, group):
@@ -300,8 +301,7 @@ def main():
 def demo(run):
     args, group = run.args, dist.group.WORLD
     heads_groups = tensor_parallel.heads_groups_of(run.config)
-    heads, sharing = heads_groups or (None, None)
-    run.groups(tp=group, heads=heads, kv=sharing)
+    run.groups(tp=group, kv=heads_groups and heads_groups[1])
     model = run.fill(parallelize_sequence(run.meta_model(), group, heads_groups))
     parameters = list(model.parameters())
     optimizer = harness.make_optimizer(parameters, args)
@@ -313,7 +313,7 @@ def demo(run):
             part.backward()
             loss += part.detach()  # the same on every rank
         reduce_partial(parameters)
-        norm = tensor_parallel.grad_norm(parameters)
+        norm = tensor_parallel.grad_norm(parameters, group)
         run.check(loss, norm, model.named)
         harness.clip(parameters, norm, args.grad_clip)
         optimizer.step()

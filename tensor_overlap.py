@@ -14,8 +14,8 @@ the order. dW is a third of all matmuls. That is mostly longer than the message.
 
 With sequence parallelism f is an all-gather, and its backward a reduce-scatter:
 
-    --sp               dx, its reduce-scatter starts, dW, db, wait
-    --gather-again     all-gather of x starts, dx, its reduce-scatter starts, wait for x, dW, db, wait
+    --sp              dx, its reduce-scatter starts, dW, db, wait
+    --gather-again    x's all-gather starts, dx, its reduce-scatter starts, wait for x, dW, db, wait
 
 --gather-again is the paper's own form (Korthikanti et al. 2022): hold this rank's T/t tokens of x
 until backward, instead of all T. It sends a quarter more.
@@ -249,8 +249,7 @@ def main():
 def demo(run):
     args, group = run.args, dist.group.WORLD
     heads_groups = tensor_parallel.heads_groups_of(run.config)
-    heads, sharing = heads_groups or (None, None)
-    run.groups(tp=group, heads=heads, kv=sharing)
+    run.groups(tp=group, kv=heads_groups and heads_groups[1])
     parallelize = tensor_parallel.parallelize_tensors
     if args.sp:
         parallelize = sequence_parallel.parallelize_sequence
@@ -266,7 +265,7 @@ def demo(run):
             part.backward()
             loss += part.detach()  # the same on every rank
         sequence_parallel.reduce_partial(parameters)  # without --sp shared kv-heads only
-        norm = tensor_parallel.grad_norm(parameters)
+        norm = tensor_parallel.grad_norm(parameters, group)
         run.check(loss, norm, model.named)
         harness.clip(parameters, norm, args.grad_clip)
         optimizer.step()

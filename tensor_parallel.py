@@ -166,7 +166,7 @@ class RowParallelLinear(nn.Module):
 #     for tokens, targets in microbatches:  # target_count: valid targets of all micro-batches
 #         criterion(model(tokens), targets, target_count).backward()
 #     check_replicas_agree(model.parameters(), group)  # in the first step
-#     norm = grad_norm(model.parameters())  # clip_grad_norm_ would see this rank's shards only
+#     norm = grad_norm(model.parameters(), group)  # clip_grad_norm_ sees this rank's shards only
 #     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
 #     optimizer.step()
 #
@@ -216,7 +216,7 @@ def shard(parameter, dim, group):
     this dimension has been cut before, or if the parameter has been cut over this group."""
     if parameter is None:
         return None
-    dim = dim % parameter.dim()
+    dim, group = dim % parameter.dim(), group or dist.group.WORLD
     cuts = placement(parameter)["cuts"]
     if dim in cuts or split_over(parameter, group):
         raise ValueError("this parameter is a shard already: cut it once, and tie its shards")
@@ -318,25 +318,21 @@ class VocabParallelCrossEntropy(nn.Module):
 
 
 @torch.no_grad()
-def grad_norm(parameters):
-    """The norm of the whole gradient, a float64 scalar. Squares of shards are added up over the
-    groups that cut them. A whole parameter's gradient is equal on all ranks, and counts once."""
-    parameters = list(parameters)
-    gradients = {}  # {the groups that cut a parameter: gradients}
+def grad_norm(parameters, group):
+    """The norm of the whole gradient, a float64 scalar, the same on every rank. A rank's square
+    counts once for each different part: a whole parameter's t equal ones as t times 1/t."""
+    t, gradients = dist.get_world_size(group), {}  # {number of different parts: gradients}
     for p in parameters:
-        groups = tuple(group for group, _, _ in placement(p)["cuts"].values())
-        held = gradients.setdefault(groups, [])  # on all ranks, which join the all-reduces below
         if p.grad is not None:
-            held.append(p.grad)
-    total = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
-    for groups, held in gradients.items():
-        square = torch.zeros_like(total)
-        if held:
-            square += torch.stack(torch._foreach_norm(held, dtype=torch.float64)).square().sum()
-        for group in groups:
-            dist.all_reduce(square, group=group)
-        total += square
-    return total.sqrt()
+            cuts = placement(p)["cuts"].values()
+            parts = math.prod(dist.get_world_size(cut_over) for cut_over, _, _ in cuts)
+            gradients.setdefault(parts, []).append(p.grad)
+    square = 0.0
+    for parts, held in gradients.items():
+        norms = torch.stack(torch._foreach_norm(held, dtype=torch.float64))
+        square = square + norms.square().sum() * parts / t
+    dist.all_reduce(square, group=group)
+    return square.sqrt()
 
 
 # --- a mistake that would be silent: refused
@@ -346,7 +342,8 @@ def check_replicas_agree(parameters, group):
     """Refuse NaN, and gradients of whole parameters that differ between ranks by more than
     rounding: an f or a sum is missing. Call it after backward, in the first step only: it makes the
     host wait."""
-    norm = grad_norm(p for p in parameters if not placement(p)["cuts"])
+    whole = [p.grad for p in parameters if p.grad is not None and not placement(p)["cuts"]]
+    norm = torch.stack(torch._foreach_norm(whole, dtype=torch.float64)).norm()
     norms = [torch.empty_like(norm) for _ in range(dist.get_world_size(group))]
     dist.all_gather(norms, norm, group=group)
     norms = torch.stack(norms)  # whose max is NaN if one of them is
@@ -442,7 +439,7 @@ class SharedHeads(ColumnParallelLinear):
 
 
 def heads_groups_of(config):
-    """(heads_group, sharing_group) of SharedHeads if there are more ranks than kv-heads, or None."""
+    """(heads_group, sharing_group) of SharedHeads. None, unless ranks outnumber the kv-heads."""
     ranks = torch.arange(dist.get_world_size())
     if len(ranks) <= config.kv_heads:
         return None
@@ -469,8 +466,7 @@ def main():
 def demo(run):  # a proof.Run: batches, log, and the receipt that compares with one process
     args, group = run.args, dist.group.WORLD
     heads_groups = heads_groups_of(run.config)  # None with the usual numbers of heads
-    heads, sharing = heads_groups or (None, None)
-    run.groups(tp=group, heads=heads, kv=sharing)  # counts what is sent over each
+    run.groups(tp=group, kv=heads_groups and heads_groups[1])  # counts what is sent over each
     model = run.fill(parallelize_tensors(run.meta_model(), group, heads_groups))
     parameters = list(model.parameters())
     optimizer = harness.make_optimizer(parameters, args)
@@ -484,7 +480,7 @@ def demo(run):  # a proof.Run: batches, log, and the receipt that compares with 
         for p in parameters:
             for sharing in placement(p)["partial"]:  # ranks with the same kv-head
                 dist.all_reduce(p.grad, group=sharing)
-        norm = grad_norm(parameters)
+        norm = grad_norm(parameters, group)
         run.check(loss, norm, model.named)
         harness.clip(parameters, norm, args.grad_clip)
         optimizer.step()

@@ -4,8 +4,7 @@ benchmarks.vs_torch
     ddp                    DistributedDataParallel
     zero-2, zero-3         FSDP2, blocks kept or freed after forward
     muon                   DistributedDataParallel, and torch.optim.Muon on every rank
-    tensor, sequence       DTensor's parallelize_module, vocabulary and loss cut too, without and
-                           with its sequence parallelism
+    tensor, sequence       DTensor's parallelize_module, with loss_parallel; SequenceParallel
     context                context_parallel(); on a CPU, where it does not run, the ring beneath it
     documents              twelve documents packed into a row, beside each of them in a padded row
     grouped, experts       all experts on every rank, or dealt out: beside a loop over all experts
@@ -232,8 +231,8 @@ def our_tensor(parallelize, job):
     parameters = list(model.parameters())
     optimizer, inputs = job.optimizer(parameters), (job.tokens, None, job.targets, job.count)
     complete = partial(sequence_parallel.reduce_partial, parameters)  # without --sp nothing
-    step = stepper(optimizer.zero_grad, model, inputs, complete, optimizer.step)
-    return Side(step, model.named, job.world)
+    work = optimizer.zero_grad, model, inputs, complete, optimizer.step
+    return Side(stepper(*work), model.named, job.world)
 
 
 def their_tensor(sequence, job):

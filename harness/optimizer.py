@@ -5,7 +5,7 @@ import math
 import torch
 import torch.distributed as dist
 
-from harness.placement import is_first, placement
+from harness.placement import count, is_within, placement
 
 
 def learning_rate(step, args):
@@ -32,26 +32,25 @@ def make_optimizer(parameters, args):
 
 
 def grad_norm(parameters, groups=()):
-    """The norm of the whole model's gradient: a float64 scalar, the same on all ranks. Shards are
-    added up over the groups that cut them; of ranks with a whole parameter the first counts it.
+    """The norm of the whole model's gradient: a float64 scalar, the same on all ranks. A rank
+    divides the square of its part by the number of ranks that have the same one; all add up.
     groups: those whose ranks have other layers."""
     parameters = list(parameters)
-    device = parameters[0].device if parameters else None
-    cuts = [tuple(group for group, _, _ in placement(p)["cuts"].values()) for p in parameters]
-    copied_over = next(filter(None, cuts), ())
-    shards = {}  # {the groups that are added up: gradients}
+    cuts = [[group for group, _, _ in placement(p)["cuts"].values()] for p in parameters]
+    grid = max(cuts, key=count, default=[])  # over which each parameter is cut, or copied
+    gradients = {}  # {number of ranks with the same part: gradients}
     for p, cut_over in zip(parameters, cuts):
-        counted = shards.setdefault(cut_over or copied_over, [])
-        if p.grad is not None and is_first(p, () if cut_over else copied_over, groups):
-            counted.append(p.grad)
+        if p.grad is not None:
+            # A tied matrix is on two ranks of a group
+            twice = [g for g in placement(p)["partial"] if any(is_within(g, o) for o in groups)]
+            copies = count(grid) / count(cut_over) * count(twice)
+            gradients.setdefault(copies, []).append(p.grad)
+    device = parameters[0].device if parameters else None
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for cut_over, counted in shards.items():
-        counted = counted or [total.new_zeros(1)]
-        dtype = torch.promote_types(counted[0].dtype, torch.float32)
-        square = torch.stack(torch._foreach_norm(counted, dtype=dtype)).double().square().sum()
-        sum_over(cut_over, square)
-        total += square
-    sum_over(groups, total)
+    for copies, equal in gradients.items():
+        norms = torch.stack(torch._foreach_norm(equal, dtype=torch.float64))
+        total += norms.square().sum() / copies
+    sum_over([*grid, *groups], total)
     return total.sqrt()
 
 

@@ -12,8 +12,9 @@ A technique that cuts a parameter, or copies it to other ranks, writes
     }
 
 Each entry may be missing. A second technique extends the placement that the first one wrote.
-Nothing that reads a placement asks which technique wrote it.
 """
+
+import math
 
 import torch.distributed as dist
 
@@ -36,12 +37,12 @@ def take(whole, parameter):
     return padded
 
 
-def is_first(parameter, copied_over, added_over):
-    """Whether this rank counts a parameter that other ranks hold as well: whether it is the first
-    of each group in copied_over, and of each part of an `added_over` that made partial sums."""
-    groups = [*copied_over]
-    for partial in placement(parameter)["partial"]:
-        ranks = set(dist.get_process_group_ranks(partial))
-        if any(ranks.issubset(dist.get_process_group_ranks(group)) for group in added_over):
-            groups.append(partial)
-    return all(dist.get_rank(group) == 0 for group in groups)
+def count(groups):
+    """The number of ranks in a grid of groups."""
+    return math.prod(dist.get_world_size(group) for group in groups)
+
+
+def is_within(inner, outer):
+    """Whether all ranks of a group are in another one."""
+    ranks = dist.get_process_group_ranks
+    return set(ranks(inner)).issubset(ranks(outer))

@@ -45,10 +45,7 @@ class Stages(nn.Module):
 
     def uses(self):
         """All stages' parameters. One that two stages use comes twice, like its gradients."""
-        uses = []
-        for part in self.parts.values():
-            uses += part.parameters()
-        return uses
+        return [p for part in self.parts.values() for p in part.parameters()]
 
     def named(self):
         """(full name, parameter), each once."""

@@ -30,11 +30,9 @@ def expected(sizes, group, scalars=1, partial=True):
 def shared_heads(sizes):
     """Sent for the gradients of kv-heads that several ranks have together."""
     shared = sum(p.elements for p in parameters_of(sizes) if p.shared)
-    if not shared:
-        return {}
+    group = Group("kv", max(sizes.tp // sizes.config.kv_heads, 1))
     text = f"2 r P e: P = {shared:,} of shared kv-heads"
-    sent = summed(Group("kv", sizes.tp // sizes.config.kv_heads), shared * sizes.reduced, text)
-    return sent | summed(Group("heads", sizes.config.kv_heads), SCALAR, "the norm")
+    return summed(group, shared * sizes.reduced, text) if shared else {}
 
 
 def repeated(sizes):

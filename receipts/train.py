@@ -62,10 +62,12 @@ def of_run(runner, find_plan=None):
     one_dtype = args.dtype == args.param_dtype == args.reduce_dtype
     uses_zero = args.zero > 0 or args.offload or not one_dtype
     by_ddp = not uses_zero and args.optimizer != "muon"
+    # The squared norm is summed over the grid that cuts parameters: with DDP over experts' ranks
+    by_experts = by_ddp and (args.ep > args.tp if args.fold_experts else args.ep > 1)
     tables = []
     if args.ep > 1:
         rows, chunks = runner.expert_rows.measured, args.expert_chunks
-        tables.append(expert_parallel.expected(sizes, groups["ep"], rows, chunks, int(by_ddp)))
+        tables.append(expert_parallel.expected(sizes, groups["ep"], rows, chunks, by_experts))
         if args.schedule == "dualpipev" and args.zero < 3:
             passes = pipeline.stage_layers(config, schedule.last + 1), chunks, sizes.forwards
             notes += dualpipe.notes(runner.expert_rows, schedule, rank, *passes)
@@ -77,14 +79,12 @@ def of_run(runner, find_plan=None):
             batches = runner.batches(run.measured)
             used = context_parallel.tokens_used(find_plan, batches, args, *where)
         tables.append(context_parallel.expected(sizes, groups["cp"], *kind, used))
-    # Squared norms that are summed over tp. With DDP those of experts that are dealt out apart
-    norms = 2 if by_ddp and args.ep > 1 and not args.fold_experts else 1
+    norms = 0 if by_experts and args.fold_experts else 1
+    options = norms, not uses_zero
     if args.sp:
-        tables.append(
-            sequence_parallel.expected(sizes, groups["tp"], scatter, norms, not uses_zero)
-        )
+        tables.append(sequence_parallel.expected(sizes, groups["tp"], scatter, *options))
     else:
-        tables.append(tensor_parallel.expected(sizes, groups["tp"], norms, not uses_zero))
+        tables.append(tensor_parallel.expected(sizes, groups["tp"], *options))
     messages = pipeline.boundaries(schedule, rank)
     tied = None if uses_zero else groups.get("tied")
     tables.append(pipeline.expected(sizes, groups["pp"], messages, tied))

@@ -71,7 +71,6 @@ VocabParallelCrossEntropy(7, world)(torch.ones(2, 4), torch.tensor([0, {7 | 8}])
     # targets must be below 7
 VocabParallelCrossEntropy(7, world)(torch.ones(2, 7), torch.tensor([0, 1]), 2)
     # 4 of 7 logits ... not 7
-Layout(Transformer(lambda: Block(heads=3)), "sgd", tp=2).model(TOKENS)  # unflatten
 twice(lambda x: {Enter | Leave}(world)(x * 1) ** 3, 2, 3)  # once_differentiable
 twice(lambda x: VocabParallelCrossEntropy(7, world)(x @ torch.ones(3, 4), torch.tensor([0, 5]), 2),
     2, 3)  # does not require grad
@@ -81,6 +80,7 @@ twice(lambda x: {GatherTokens | ReduceScatterTokens}.apply(x, world) ** 3, 2, 4,
     # once_differentiable
 """,
     "tensor_parallel sequence_parallel tensor_overlap": """
+Layout(Transformer(lambda: Block(heads=3)), "sgd", tp=2).model(TOKENS)  # unflatten
 twice(lambda x: EnterAndProject(Enter(world), [linear])(x)[linear] ** 3, 2, WIDTH)
     # once_differentiable
 twice(lambda x: EnterAndProject(Enter(world, GatherTokens), [linear], {True | False})(x)[linear]

@@ -27,13 +27,12 @@ def test_grad_norm_counts_each_element_once(ranks):
     def work(rank):
         tp = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
         pp = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
-        ends = pp
         split, whole, tied, frozen = (torch.nn.Parameter(torch.zeros(2)) for _ in range(4))
         for p, value in ((split, rank + 1), (whole, rank // 2 + 1), (tied, 10)):
             p.grad = torch.full((2,), float(value))
         split.placement = {"shape": (4,), "cuts": {0: (tp, rank % 2 * 2, 2)}}
         whole.placement = {"partial": [tp]}
-        tied.placement = {"partial": [ends]}
+        tied.placement = {"partial": [pp]}
         return harness.grad_norm([split, whole, tied, frozen], [pp]).item()
 
     expected = 2 * (1 + 4 + 9 + 16) + 2 * (1 + 4) + 2 * 100

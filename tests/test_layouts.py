@@ -324,7 +324,7 @@ gradients summed twice: ddp:DDP.finish
 tied gradients never meet: ddp:DDP.finish
     in bucket.groups[1:]: -> in ():
     sgd --pp 3 --layers 3 -> step 1, backward -> add up to the right one: never summed over tied
-    grouped --tp 4 -> step 1, backward -> attn.qkv.weight: off by
+    grouped --tp 4 -> step 1, backward -> add up to the right one: never summed over kv
 averaged once too often: ddp:DDP.finish
     for bucket in self.buckets: -> + a_bias(self).div_(dist.get_world_size())
     sgd --dp 3 -> step 1, backward -> averaged once too often
@@ -353,13 +353,13 @@ no rank adds to a shard: zero:ShardedBucket.start_reduction
     if dist.get_world_size(self.group) == 1: -> if True:
     sgd --dp 2 --zero 1 -> step 1, backward ->
 norm counts copies: harness:grad_norm
-    () if cut_over else copied_over -> ()
+    count(grid) / count(cut_over) -> 1
     gpt2 --tp 2 -> step 1, the norm -> times the right one
 norm counts experts on each rank: harness:grad_norm
-    sum_over(cut_over, square) -> sum_over(dict.fromkeys(cut_over + copied_over), square)
+    / count(cut_over) ->
     moe-gpt2 --tp 2 --sp --ep 2 --fold-experts -> step 1, the norm ->
 norm is local: harness:grad_norm
-    sum_over(groups, total) -> sum_over((), total)
+    sum_over([*grid, *groups], total) -> sum_over(grid, total)
     sgd --pp 2 -> step 1, the norm -> times the right one
 first piece on every rank: tensor_parallel:span
     start = min(index * width, size) -> start = 0

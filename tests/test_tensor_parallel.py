@@ -73,8 +73,8 @@ def test_cuts_real_weights_as_drawn_ones_and_frees_the_whole(ranks):
     ways = [
         (tp.parallelize_tensors, CONFIGS["llama"]),
         (expert_parallel.parallelize_experts, mixture),
+        (sequence_parallel.parallelize_sequence, CONFIGS["gpt2"]),
     ]
-    ways.append((sequence_parallel.parallelize_sequence, CONFIGS["gpt2"]))
 
     def work(rank):
         for parallelize, config in ways:

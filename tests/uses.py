@@ -339,7 +339,7 @@ class Layout(OneProcess):
             for p in parameters:
                 if p.requires_grad:
                     self.all_reduce(p.grad)
-        elif self.tensor != "tensor" or isinstance(self.model, Llama):
+        elif self.tensor != "tensor":
             import sequence_parallel
 
             sequence_parallel.reduce_partial(parameters)
@@ -375,8 +375,8 @@ class Layout(OneProcess):
         for ranks in (self.tp, self.ep) if self.with_experts else (self.tp,):
             tensor_parallel.check_replicas_agree(parameters, ranks)
         norm = composition.norm_in_grid(parameters, self.data, self.pp if self.stages else None)
-        if not self.stages:  # with them the squares of tensor_parallel.py's norms add up
-            torch.testing.assert_close(tensor_parallel.grad_norm(parameters), norm)
+        if self.t > 1 and not self.stages and not self.with_experts:
+            torch.testing.assert_close(tensor_parallel.grad_norm(parameters, self.tp), norm)
         return norm
 
     def clip(self, norm):
@@ -450,11 +450,7 @@ def plainly(ep, over, rows, weights, chosen, experts, meanwhile):
 
 
 def split_llama(tp, llama, over):
-    """Hugging Face's. On 4 ranks two share each of its 2 kv-heads."""
-    shared = dist.get_world_size(over) == 4
-    if shared:
-        heads, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
-        sharing, _ = dist.new_subgroups(2)
+    """Hugging Face's. Its heads follow from the width of q, k and v."""
     kinds = {"embed_tokens": tp.VocabParallelEmbedding}
     kinds |= dict.fromkeys(("o_proj", "down_proj"), tp.RowParallelLinear)
     for parent in list(llama.modules()):
@@ -462,15 +458,8 @@ def split_llama(tp, llama, over):
             if name.endswith("norm"):
                 setattr(parent, name, nn.Sequential(child, tp.Enter(over)))
             elif name in kinds or isinstance(child, nn.Linear):
-                own = shared and name in ("k_proj", "v_proj")
                 kind = kinds.get(name, tp.ColumnParallelLinear)
-                layer = kind(child, heads if own else over)
-                if own:
-                    for p in layer.parameters():
-                        p.placement["partial"].append(sharing)
-                setattr(parent, name, layer)
-        if hasattr(parent, "num_key_value_groups"):
-            parent.num_key_value_groups = 1 if shared else 2
+                setattr(parent, name, kind(child, over))
 
 
 # --- ZeRO's units behind checkpoints, and passes that are no part of a step
