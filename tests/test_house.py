@@ -18,15 +18,8 @@ BUILDS_ON = {"fsdp": ["zero"], "sequence_parallel": ["tensor_parallel"]}
 BUILDS_ON |= {"tensor_overlap": ["sequence_parallel", "tensor_parallel"]}
 BUILDS_ON |= {"zero_bubble": ["pipeline"], "dualpipe": ["zero_bubble", "pipeline"]}
 BUILDS_ON |= {"packed_documents": ["context_parallel"], "composition": ["zero", "fsdp", "muon"]}
-OTHERS = [
-    "README.md",
-    "LICENSE",
-    "CHANGELOG.md",
-    "CONTRIBUTING.md",
-    "CITATION.cff",
-    "pyproject.toml",
-]
-OTHERS += ["requirements.txt", "requirements-dev.txt", ".gitignore", "mkdocs.yml"]
+OTHERS = ["README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff"]
+OTHERS += ["pyproject.toml", "requirements.txt", "requirements-dev.txt", ".gitignore", "mkdocs.yml"]
 CODE = ["harness", "proof", "receipts", "trainer", "simulator", "exercises", "benchmarks"]
 FOLDERS = [*CODE, "tests", "docs", ".ci"]
 # A module may import those of a lower floor and of its own folder; a demo also another lesson
@@ -57,12 +50,12 @@ BUDGETS = {
 }
 CEILINGS = {
     "harness": 2187,
-    "proof": 1566,
+    "proof": 1564,
     "receipts": 2332,
     "trainer": 2235,
     "simulator": 1973,
     "exercises": 300,
-    "tests": 12423,
+    "tests": 12421,
     "benchmarks": 2511,
 }
 DEMO = "# --- demo ---"
