@@ -170,7 +170,7 @@ def sum_replicated_gradients(parameters, group):
 #         y = dispatch(x, weights, chosen, mlps)
 #         loss = F.cross_entropy(model.head(y), targets, reduction="sum")
 #         loss = loss / target_count  # the targets of all ranks and micro-batches
-#         # An even load needs a balance loss, added here: Router.imbalance in model.py
+#         # An even load needs a balance loss, added here: expert_balance.py
 #         loss.backward()
 #     sum_replicated_gradients(model.parameters(), group)  # then step
 #
@@ -395,8 +395,8 @@ def parallelize_experts(model, group, data_group=None, **options):
 
 # --- demo ---
 
+import expert_balance
 import harness
-import model as gpt
 import proof
 import receipts.expert_parallel
 
@@ -443,7 +443,7 @@ def demo(run):
         run.log(loss, norm)
         report.after(step)
         # Moves the routers' biases towards even load (--bias-rate), zeroes their counts
-        gpt.rebalance(model, lambda load: dist.all_reduce(load, group=group))
+        expert_balance.rebalance(model, lambda load: dist.all_reduce(load, group=group))
     report.show_load()
     return run.receipt({"ep": run.world, "chunks": args.chunks}, *report.of_demo())
 

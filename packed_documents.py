@@ -21,10 +21,12 @@ Llama Team 2024, The Llama 3 herd of models, arXiv:2407.21783, sections 3.2 and 
 
 import math
 from functools import lru_cache, partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
@@ -199,6 +201,37 @@ class SendHome:
         return wait
 
 
+# --- on one rank, or after Ulysses has brought the whole sequence
+
+
+class DocumentCore(nn.Module):
+    """Causal attention within documents: q (B, H, T, D), k, v (B, H_kv, T, D) -> (B, H, T, D).
+    starts (B, T), on the host; what it lacks of T is padding, and a document, too. The causal
+    kernel runs once per document, instead of once with a mask that throws most pairs away.
+    FlashAttention (CUDA, 16 bits) needs one call."""
+
+    def forward(self, q, k, v, starts):
+        length, grouped = q.shape[2], q.shape != k.shape
+        starts = F.pad(starts, (0, length - starts.shape[1]), value=starts.shape[1])
+        edges = (starts == torch.arange(length)).flatten().nonzero().flatten().tolist()
+        edges.append(starts.numel())  # document i of the batch: its tokens edges[i] to edges[i + 1]
+        lengths = [end - begin for begin, end in pairwise(edges)]
+        params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, grouped)
+        if torch.backends.cuda.can_use_flash_attention(params):
+            rows = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))  # (B T, H, D)
+            edges = torch.tensor(edges, dtype=torch.int32)
+            edges = edges.pin_memory().to(q.device, non_blocking=True)
+            options = 0.0, True, False  # no dropout, causal, no debug mask
+            kernel = torch.ops.aten._flash_attention_forward
+            y, *_ = kernel(*rows, edges, edges, max(lengths), max(lengths), *options)
+            return y.unflatten(0, starts.shape).transpose(1, 2)
+        rows = (t.transpose(0, 1).flatten(1, 2) for t in (q, k, v))  # (H, B T, D)
+        documents = zip(*(t.unsqueeze(0).split(lengths, dim=2) for t in rows))
+        causal = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=grouped)
+        y = torch.cat([causal(*document) for document in documents], dim=2)  # (1, H, B T, D)
+        return y.squeeze(0).unflatten(1, starts.shape).transpose(0, 1)
+
+
 # --- mistakes that would be silent: refused
 
 
@@ -211,9 +244,17 @@ def check_starts(starts, q, n):
 # --- for model.py's GPT ---
 
 
+def attend_by_document(model):
+    """For a model that is called with starts: in place of AttentionCore's mask."""
+    for block in model.blocks.values():
+        block.attn.core = DocumentCore()
+    return model
+
+
 def parallelize_documents(model, group, kind="ring", **options):
     """As parallelize_context, for a model that is called with starts. Kind gather is a ring, too:
     each rank uses other keys, and an all-gather sends the same to all."""
+    attend_by_document(model)
     kind = "ring" if kind == "gather" else kind
     return parallelize_context(model, group, kind, ring=DocumentRing, **options)
 

@@ -42,6 +42,7 @@ import composition
 import context_parallel
 import ddp
 import dualpipe
+import expert_balance
 import expert_parallel
 import fsdp
 import model as gpt
@@ -174,6 +175,8 @@ def build(run, schedule, groups):
             tensor_overlap.overlap(part, args.gather_again)
         else:
             lean_head(part, args.compile)  # tp cuts the vocabulary; else the loss comes in pieces
+        if args.documents:
+            packed_documents.attend_by_document(part)  # faster than one process's mask
         if args.cp > 1:
             parallelize = context_parallel.parallelize_context
             if args.documents:
@@ -294,7 +297,9 @@ def train(run, schedule=None):
             loss, norm, taken = train_step(runner, runner.batches(step), record)
             if taken:
                 run.log(loss, norm, tracking.mfu(run))
-            gpt.rebalance(model, sum_load, taken)  # moves routers' biases towards an even load
+            expert_balance.rebalance(
+                model, sum_load, taken
+            )  # moves routers' biases towards an even load
             averaging.average_if_due(step)  # --islands
             write_row(run.history[-1])  # run.log's row; an empty one after a step left out
             if checkpoints.save_if_due(step + 1):

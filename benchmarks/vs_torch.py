@@ -54,6 +54,7 @@ import fsdp
 import harness
 import model as gpt
 import muon
+import packed_documents
 import sequence_parallel
 import tensor_overlap
 import tensor_parallel
@@ -144,8 +145,8 @@ def stepper(zero_grad, model, inputs, *after):
 # --- data parallelism. Theirs averages over the ranks: so each loss is a mean over its own rows
 
 
-def our_ddp(job, inputs=None):
-    model = job.model()
+def our_ddp(job, inputs=None, change=lambda model: model):
+    model = job.model(change)
     sync, optimizer = ddp.DDP(model.parameters(), job.group), job.optimizer(model.parameters())
     inputs = inputs or job.rows(job.count)
     step = stepper(sync.zero_grad, model, inputs, sync.finish, optimizer.step)
@@ -164,7 +165,8 @@ def documents(padded, job):
         return our_ddp(job, (rows[0], None, rows[1], count))
     starts = [end - n for n, end in zip(lengths, itertools.accumulate(lengths)) for _ in range(n)]
     starts = torch.tensor(starts).expand(len(tokens), -1)
-    return our_ddp(job, (tokens, None, targets, count, None, starts))
+    change = packed_documents.attend_by_document
+    return our_ddp(job, (tokens, None, targets, count, None, starts), change)
 
 
 def their_ddp(job, model=None):
@@ -455,9 +457,7 @@ PAIRS = {
     "zero-3": Pair("FSDP2, blocks freed", partial(our_zero, 3), partial(their_fsdp, True)),
     "muon": Pair("torch.optim.Muon", our_muon, their_muon, dict(width=256), ("adamw",)),
     "context": Pair("context_parallel", our_context, their_context, LLAMA | dict(context=2048)),
-    "documents": Pair(
-        "one document a row, padded", partial(documents, False), partial(documents, True), LONG
-    ),
+    "documents": Pair("padded rows", partial(documents, False), partial(documents, True), LONG),
     "grouped": Pair(LOOP, our_ddp, partial(their_experts, False), EXPERTS),
     "experts": Pair(LOOP, our_experts, partial(their_experts, True), EXPERTS),
 }

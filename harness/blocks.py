@@ -2,7 +2,6 @@
 
 import collections
 import functools
-import operator
 import types
 
 import torch
@@ -30,8 +29,8 @@ def recompute(model, kind):
                    else runs again (TorchTitan's `_apply_ac_to_transformer_block`, "op")
         block      keep 1, the input: the whole block runs again (Chen et al. 2016, 1604.06174)
     """
-    runs = {"half": run_half_again, "block": run_checkpointed}
-    model.run_block = runs.get(kind, operator.call)
+    if kind in ("half", "block"):
+        model.run_block = run_half_again if kind == "half" else run_checkpointed
     for module in model.blocks.modules() if kind == "selective" else ():
         if isinstance(module, gpt.Block):
             module.forward = types.MethodType(run_selectively, module)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-import model as gpt
+from expert_balance import rebalance
 from harness import documents, initialize
 from harness.optimizer import clip, grad_norm, learning_rate, make_optimizer
 from harness.placement import take
@@ -55,7 +55,7 @@ class Trainee:
         norm = grad_norm(self.parameters)
         clip(self.parameters, norm, self.args.grad_clip)
         self.optimizer.step()
-        gpt.rebalance(self.model)
+        rebalance(self.model)
         self.norms.append(norm.item())
 
 

