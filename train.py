@@ -12,27 +12,27 @@ and pp outermost. Here dp 2, tp 2, pp 2 on 8 ranks:
              dp  same weights, other data    0 2 | 1 3 | 4 6 | 5 7
              pp  consecutive layers          0 4 | 1 5 | 2 6 | 3 7
 
-cp splits each sequence over ranks that hold the same weights, so data-parallel groups have dp x cp
-ranks. ep takes no ranks of its own: the experts are dealt out over ep of these dp x cp ranks, and
-each expert has dp x cp / ep copies. With --fold-experts tp does not cut experts: ep then divides
-dp x cp x tp. --islands N is outside all: N meshes train apart and average rarely (diloco.py).
+cp splits each sequence over ranks that hold the same weights. Their gradients are summed, too: a
+data-parallel group has dp x cp ranks. ep uses ranks of that group again: each ep of them hold all
+experts once, so each expert has dp x cp / ep copies. With --fold-experts tp does not cut experts,
+and ep divides dp x cp x tp. --islands N is outermost: N meshes that average rarely (diloco.py).
 
 Batch, loss and gradient norm are global: --batch counts the sequences of all ranks, the loss is the
-sum over all tokens divided by their number, and the norm counts every parameter once. So another
-layout (not another number of islands) gives the same loss curve, to rounding. The first steps are
-compared with one process (--prove). docs/use/choose.md says which layout when. Without torchrun it
-starts its processes.
+sum over all tokens divided by their number, and the norm counts every parameter once. So every
+layout has the same loss curve, to rounding; only islands have their own. The first steps are
+compared with one process (--prove). docs/use/choose.md says which layout to take. Without torchrun
+train.py starts the processes itself.
 
     torchrun --nproc_per_node=8 train.py --dp 2 --tp 2 --pp 2
     python train.py --dp 2 --cp 2 --tp 2 --pp 2 --ep 4 --experts 8 --sp --zero 1
     python train.py --dp 2 --out runs/a --save-every 50
-    python train.py --tp 2 --out runs/a --resume
+    python train.py --tp 2 --out runs/a --resume            # goes on in another layout
 """
 
 import functools
 import math
 
-import harness  # before torch, so that Ctrl-C during its import ends with a sentence
+import harness  # first: it handles Ctrl-C
 
 # isort: split
 import torch
@@ -84,24 +84,69 @@ def train_step(runner, batches, record):
     optimizer.clip(norm, run.args.grad_clip)
     optimizer.step()
     # If the step was skipped, its passes run again, to name the first gradient that is not finite
-    blame = functools.partial(first_nonfinite, runner, batches)
-    return loss, norm, run.end_check(blame, group=groups.get("island"))
+    find_culprit = functools.partial(first_nonfinite, runner, batches)
+    return loss, norm, run.end_check(find_culprit, group=groups.get("island"))
 
 
-def forward(part, x, batch, held, starts, target_count):
-    """A micro-batch in one stage, `part`, of model.py's GPT. What the mesh does to it:
+def train(run, schedule=None):
+    """Train on this rank, and return the exit code. A dry run passes a schedule of its own."""
+    args = run.args
+    if schedule is None:
+        schedule = schedule_of(args)
 
-    dp          the rows are those of this rank's replica
-    cp          of each sequence this rank has the positions `held`, (T/cp,)
-    pp          x is None in the first stage, else what the stage before has made of the rows
+    groups = mesh(args, schedule, run.config)
+    run.groups(**groups)  # the receipt counts by these names
+    open_groups(groups, run.device)  # nccl connects ranks at their first message: not in a step
+    pipeline.open_links(groups["down"] + groups["up"], schedule, run.device)
+    model = build(run, schedule, groups)
+    optimizer = data_parallel(run, model, groups)
+    runner = Runner(run, schedule, groups, model, optimizer, forward)
+    tracking.describe(run, schedule)
+
+    # What goes with it. Each does nothing unless its flags ask for it
+    averaging = islands.make(run, model, optimizer, groups)
+    checkpoints = saving.Saver(run, model, optimizer, averaging)
+    first = checkpoints.load_newest()  # with --resume. The step to begin with
+    sampling.show_untrained(runner, first)
+
+    # run.steps yields step numbers. Before each it sets the learning rate; of one it counts the
+    # bytes, for the receipt; after the first few it trains one process, to compare (--prove)
+    steps = tracking.profiled(run, run.steps(optimizer, first, averaging.reference))
+    with tracking.open_log(run, first) as log_row, recording.recorded(runner, first) as record:
+        for step in steps:
+            loss, norm, taken = train_step(runner, runner.batches(step), record)
+            if taken:
+                run.log(loss, norm, tracking.mfu(run))
+            expert_balance.rebalance(model, runner.sum_load, taken)  # moves routers' biases
+            averaging.average_if_due(step)  # --islands
+            log_row(run.history[-1])  # run.log's; an empty one if the step was skipped
+            if checkpoints.save_if_due(step + 1):
+                return 0  # a rank received a signal to stop, and this step is saved
+            if validation.due(args, step):
+                log_row({"step": step + 1, "val_loss": validation.validate(runner)})
+
+    sampling.show(runner)
+    code = 0
+    if first < args.steps:  # without a step there is no receipt
+        code = run.receipt(*averaging.expected(*runner.expected()))  # with what islands send
+    pretrained.export(run, model, optimizer, groups.get("island"))
+    return code
+
+
+def forward(stage, x, micro_batch, positions, starts, target_count):
+    """A micro-batch in one stage of model.py's GPT. What the mesh does to it:
+
+    dp          its rows are this replica's
+    cp          of each sequence this rank has these positions, (T/cp,)
+    pp          x is None in the first stage, else the activations of the stage before
     tp, sp, ep  act within the layers"""
-    tokens, targets, samples = batch  # of whole sequences, on every stage
+    tokens, targets, sample_ids = micro_batch  # of whole sequences, on every stage
     if x is None:
-        x = context_parallel.shard_sequence(tokens, held)
+        x = context_parallel.shard_sequence(tokens, positions)
     if targets is not None:
-        targets = context_parallel.shard_sequence(targets, held, gpt.IGNORE)
-    position_ids = held.clamp(max=tokens.shape[1] - 1)  # padding must have some position
-    return part(x, position_ids, targets, target_count, samples, starts)
+        targets = context_parallel.shard_sequence(targets, positions, gpt.IGNORE)
+    positions = positions.clamp(max=tokens.shape[1] - 1)  # padding must have some position
+    return stage(x, positions, targets, target_count, sample_ids, starts)
 
 
 # --- the mesh
@@ -111,21 +156,21 @@ def mesh(args, schedule, config):
     """This rank's process groups, by name. All ranks create all groups, in the same order.
 
     tp, pp           as in the picture on top
-    dp               ranks that hold the same weights: dp x cp of them (the picture has cp 1)
+    dp               replicas of the same weights: dp x cp ranks (the picture has cp 1)
     cp               ranks that share sequences; ring, ulysses: its two dimensions, if it has two
-    ep, copies       ranks that share one copy of the experts; ranks with the same experts
-    inside, across   --zero-ranks: ranks that split one copy of the states; with the same shard
+    ep, copies       ranks that together hold all experts once; ranks with the same experts
+    inside, across   --zero-ranks: ranks that together hold the states once; with the same shard
     heads, kv        if there are more tp ranks than key/value heads: ranks with different ones;
                      ranks that share one
-    tied             the pp ranks, one or two, that hold a tied matrix: its gradient is their sum
+    tied             the pp ranks, one or two, with a tied matrix: their gradients of it add up
     island, islands  ranks of one island; ranks with the same place in every island
     down, up         messages of a pipeline, activations and gradients: pipeline.make_links"""
     size = args.islands, args.pp, args.dp, args.cp, args.tp
     ranks = torch.arange(math.prod(size)).view(size)  # (islands, pp, dp, cp, tp)
-    # Views of them, each with a group's ranks in its last dimension. "..." stands for the islands
+    # Views of them with the ranks of a group last: each row is one group. "..." is islands
     dp = ranks.flatten(-3, -2).transpose(-2, -1)  # (..., pp, tp, dp cp)
     cp = ranks.transpose(-2, -1).unflatten(-1, cp_shape(args))  # (..., pp, dp, tp, ring, ulysses)
-    experts = ranks.flatten(-3) if args.fold_experts else dp  # (..., pp, dp cp tp), or dp
+    experts = ranks.flatten(-3) if args.fold_experts else dp  # (..., pp, dp cp tp), or as dp
     experts = experts.unflatten(-1, (-1, args.ep))  # (..., copies, ep)
     copies = experts.transpose(-2, -1)
     pp = ranks.flatten(-3).transpose(-2, -1)  # (..., dp cp tp, pp)
@@ -161,7 +206,7 @@ def mesh(args, schedule, config):
 def build(run, schedule, groups):
     """This rank's stages of the model, cut on the meta device: no memory, no weights yet."""
     args, tp, cp = run.args, groups["tp"], groups["cp"]
-    turns = dualpipe.Turns()  # with dualpipev two micro-batches take turns at waits for experts
+    turns = dualpipe.Turns()  # dualpipev: while a micro-batch waits for experts another computes
     heads_groups = (groups["heads"], groups["kv"]) if "kv" in groups else None
     stages = schedule.stages(dist.get_rank(groups["pp"]))
     layers = receipts.pipeline.stage_layers(run.config, schedule.last + 1)  # balanced by FLOPs
@@ -173,8 +218,8 @@ def build(run, schedule, groups):
             tensor_parallel.parallelize_tensors(part, tp, heads_groups)
         if args.tp > 1:
             tensor_overlap.overlap(part, args.gather_again)
-        else:
-            lean_head(part, args.compile)  # tp cuts the vocabulary; else the loss comes in pieces
+        else:  # the whole vocabulary is here: compute the loss a piece at a time, to hold less
+            lean_head(part, args.compile)
         if args.documents:
             packed_documents.attend_by_document(part)  # faster than one process's mask
         if args.cp > 1:
@@ -200,16 +245,16 @@ def data_parallel(run, model, groups):
     FSDP do that piece by piece. All four have the methods of DDPAndOptimizer, below."""
     args, dp = run.args, groups["dp"]
     draw = pretrained.Folder(args.init_from, run.config).draw if args.init_from else initialize.draw
-    # Backward passes of a rank's stages alternate, so ZeRO and Muon count them by stage
+    # A rank's stages take turns in backward: ZeRO and Muon count each one's passes
     stages = {int(stage): part for stage, part in model.parts.items()}
     if args.optimizer == "muon":
         run.fill(model, draw)
-        run.make_optimizer = receipts.muon.one_process(muon.PlainMuon)  # for --prove: unsplit
+        run.make_optimizer = receipts.muon.one_process(muon.PlainMuon)  # --prove trains with it
         matrices = receipts.muon.matrices_of(model)
         options = dict(lr=args.lr, weight_decay=args.weight_decay, microbatches=args.microbatches)
         return composition.ComposedMuon(model, dp, matrices, pipeline_stages=stages, **options)
 
-    # Mixed precision needs ZeRO even at stage 0: it keeps master weights, in --dtype
+    # Mixed precision needs ZeRO, if only its stage 0, which keeps master weights in --dtype
     one_dtype = args.dtype == args.param_dtype == args.reduce_dtype
     if args.zero == 0 and one_dtype and not args.offload:
         run.fill(model, draw)
@@ -229,7 +274,7 @@ def data_parallel(run, model, groups):
     if args.zero == 3:
         return composition.ComposedFSDP(model, dp, **options)
     sharded = composition.ComposedZeRO(model, dp, args.zero, **options)
-    # Each unit waits for its new weights in its forward. But islands average them before that
+    # Overlap: a unit waits for its new weights in its forward. Islands read all of them before
     if args.islands == 1:
         units = [unit for part in stages.values() for unit in fsdp.default_units(part)]
         zero.wait_in_forward(sharded, units)
@@ -262,58 +307,7 @@ class DDPAndOptimizer:
         return list(named)  # DDP splits nothing
 
 
-# --- training
-
-
-def train(run, schedule=None):
-    """Train on this rank, and return the exit code. A dry run passes a schedule of its own."""
-    args = run.args
-    if schedule is None:
-        schedule = schedule_of(args)
-
-    groups = mesh(args, schedule, run.config)
-    run.groups(**groups)  # the receipt counts by these names
-    open_groups(groups, run.device)  # nccl connects ranks in a first message: not within a step
-    pipeline.open_links(groups["down"] + groups["up"], schedule, run.device)
-    model = build(run, schedule, groups)
-    optimizer = data_parallel(run, model, groups)
-    runner = Runner(run, schedule, groups, model, optimizer, forward)
-    tracking.describe(run, schedule)
-
-    # What goes with it. Each does nothing unless its flags ask for it
-    averaging = islands.make(run, model, optimizer, groups)
-    checkpoints = saving.Saver(run, model, optimizer, averaging)
-    first = checkpoints.first_step()  # 0. With --resume loads a checkpoint: the step after it
-    sampling.show_untrained(runner, first)
-    # --sp: the ranks of tp route different tokens, which all count in the experts' load
-    token_groups = [groups["dp"], groups["tp"]] if args.sp else [groups["dp"]]
-    sum_load = functools.partial(harness.sum_over, token_groups)
-
-    # run.steps yields the numbers of the steps. It sets each step's learning rate, counts the bytes
-    # of one for the receipt, and after the first few compares with one process (--prove)
-    steps = tracking.profiled(run, run.steps(optimizer, first, averaging.reference))
-    with tracking.open_log(run, first) as write_row, recording.recorded(runner, first) as record:
-        for step in steps:
-            loss, norm, taken = train_step(runner, runner.batches(step), record)
-            if taken:
-                run.log(loss, norm, tracking.mfu(run))
-            expert_balance.rebalance(
-                model, sum_load, taken
-            )  # moves routers' biases towards an even load
-            averaging.average_if_due(step)  # --islands
-            write_row(run.history[-1])  # run.log's row; an empty one after a step left out
-            if checkpoints.save_if_due(step + 1):
-                return 0  # a rank received a signal to stop, and this step is saved
-            if validation.due(args, step):
-                val_loss = validation.validate(runner)
-                write_row({"step": step + 1, "val_loss": val_loss})
-
-    sampling.show(runner)
-    code = 0
-    if first < args.steps:  # without a step there is no receipt
-        code = run.receipt(*averaging.expected(*runner.expected()))  # with the islands' rows
-    pretrained.export(run, model, optimizer, groups.get("island"))
-    return code
+# --- the command line
 
 
 def flags():

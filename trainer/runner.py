@@ -16,8 +16,7 @@ from trainer import layout
 
 
 class Runner:
-    """run: the flags, device, data and log of this process. groups, model, optimizer, forward: of
-    train.py's functions."""
+    """groups, model, optimizer, forward: of train.py's functions."""
 
     def __init__(self, run, schedule, groups, model, optimizer, forward):
         self.run, self.schedule, self.groups, self.model = run, schedule, groups, model
@@ -27,6 +26,8 @@ class Runner:
         self.replica = island * run.args.dp + dist.get_rank(groups["dp"]) // run.args.cp
         # Made once: a copy to the device makes the host wait
         self.positions = self.positions_of(run.config.context)
+        routing = [groups["dp"], groups["tp"]] if run.args.sp else [groups["dp"]]
+        self.sum_load = functools.partial(harness.sum_over, routing)  # of all ranks' tokens
         self.expert_rows = receipts.train.ExpertRows(run, model, model.turns)
 
     def batches(self, step, **options):
@@ -51,8 +52,8 @@ class Runner:
         return self.run_pipeline(schedule, batches, target_count)
 
     def run_pipeline(self, schedule, batches, target_count):
-        """Returns for each batch, on the last stage's rank, its loss, or without targets its logits
-        (b, T, V); [] elsewhere. target_count divides the sum of the losses."""
+        """Returns on the last stage's rank each batch's loss, or without targets logits (b, T, V);
+        elsewhere []. target_count divides the sum of the losses."""
         run, args = self.run, self.run.args
         rows, length = batches[0][0].shape
         starts = [documents.starts_of(tokens, args) for tokens, _, _ in batches]

@@ -53,11 +53,10 @@ def may_restart():
 class Saver:
     """The checkpoints of one run. Without --out it does nothing.
 
-    first_step() before the first step; save_if_due(step) between two steps, which says whether to
-    stop."""
+    load_newest() before the first step; save_if_due(step) between two steps, which says whether to
+    stop. averaging: what trainer/islands.py adds to a checkpoint."""
 
     def __init__(self, run, model, optimizer, averaging):
-        """averaging: what trainer/islands.py adds to a checkpoint."""
         self.run, self.model, self.optimizer, self.args = run, model, optimizer, run.args
         self.averaging = averaging
         self.signal_received, self.received_at = 0, math.inf
@@ -84,9 +83,9 @@ class Saver:
                     found.append(checkpoint.Piece(name, "buffer", bias, shape, (0,), shape))
         return self.averaging.arrange(found, index)
 
-    def first_step(self):
-        """The step to begin with: 0, that of a checkpoint to go on from, or --steps where none is
-        left, as with --only-sample. From here on signals end the run after a step."""
+    def load_newest(self):
+        """Load the newest checkpoint, with --resume. Returns the step to begin with: --steps where
+        none is left, as with --only-sample. From here on signals end the run after a step."""
         args = self.args
         first = self.resume() if args.out else 0
         self.averaging.go_on(first)
