@@ -99,7 +99,7 @@ class PlainZeRO:
 
 class ZeRO:
     """Trains `model` over `group`, its data-parallel ranks, in stage 0, 1 or 2. The tensors are in
-    ShardedBuckets, below.
+    buckets, below.
 
         zero = ZeRO(model, group, 1, torch.optim.AdamW, microbatches=2)
         for micro_batches, target_count in batches:    # the number of targets of all ranks
@@ -125,7 +125,7 @@ class ZeRO:
         make_optimizer,  # called with a list of this rank's pieces; must work element by element
         microbatches=1,  # the backward passes of a step
         bucket_bytes=25 << 20,  # of the largest bucket; a larger parameter has one of its own
-        **options,  # dtypes, offload and more: see ShardedBucket
+        **options,  # dtypes, offload and more: see ShardedBucket and MasterBucket
     ):
         self.model, self.group, self.stage, self.microbatches = model, group, stage, microbatches
         self.queue = []  # buckets that the running backward pass has yet to reduce, in this order
@@ -157,7 +157,7 @@ class ZeRO:
 
     def make_bucket(self, parameters, bucket_class=None, **options):
         options = dict(group=self.group, passes=self.microbatches) | options
-        return (bucket_class or ShardedBucket)(parameters, stage=self.stage, **options)
+        return (bucket_class or MasterBucket)(parameters, stage=self.stage, **options)
 
     # --- a step
     #
@@ -333,11 +333,11 @@ def group_parameters(parameters, bucket_bytes, kind_of):
 class ShardedBucket:
     """Some parameters as one flat tensor of S elements, with padding: a shard of S/N for each rank.
 
-    weights         (S,)    in `param_dtype`; the model's parameters are views of it
+    weights         (S,)    the model's parameters are views of it
     shard           (S/N,)  this rank's shard of the weights
-    master          (S/N,)  for the optimizer: the shard, or its copy in another dtype or memory
+    master          (S/N,)  what the optimizer steps on: the shard, here
     pieces                  the master's part of each parameter, maybe empty: for the optimizer
-    gradients       (S,)    of this rank, in `reduce_dtype`; stage 2 frees it after each reduction
+    gradients       (S,)    of this rank; stage 2 frees it after each reduction
     gradient_shard  (S/N,)  this rank's shard of their sum over all ranks
     passes_left             backward passes of this step that still bring gradients
     missing                 indices of parameters without a gradient in the running pass"""
@@ -351,10 +351,7 @@ class ShardedBucket:
         group,  # the ranks that split them
         stage,
         passes,  # the backward passes of a step
-        value=lambda p: p,  # gives p's initial value, in the masters' dtype, on the device to use
-        param_dtype=None,  # of weights and backward; None: the masters'
-        reduce_dtype=None,  # in which gradients are summed; None: param_dtype
-        offload=False,  # masters and optimizer states are in the host's memory
+        value=lambda p: p,  # gives p's initial value, on the device to use
         reduce_each=True,  # False: stage 2 reduces as stage 1. It sends less, holds all gradients
     ):
         self.group, self.stage = group, stage
@@ -373,29 +370,23 @@ class ShardedBucket:
         # A bucket at a time: no rank needs memory for all weights (fsdp.py, from the meta device)
         values = [value(p).detach().flatten() for p in parameters]
         padding = values[0].new_zeros(self.ranks * length - ends[-1])
-        self._make_weights(torch.cat([*values, padding]), param_dtype, offload)
-        self._make_views(parameters)
+        self.make_weights(torch.cat([*values, padding]))
+        self.make_views(parameters)
         self.gradients = self.gradient_shard = None
-        self.reduce_dtype = reduce_dtype or self.weights.dtype
         if self.trainable and stage < 2:
             self.allocate_gradients()
             self.gradient_shard = self.gradients[self.own_slice]
         elif self.trainable:
             self.gradient_shard = torch.zeros_like(self.shard, dtype=self.reduce_dtype)
 
-    def _make_weights(self, full, param_dtype, offload):  # full: (S,), in the masters' dtype
-        self.weights = full.to(param_dtype or full.dtype)
-        self.shard = self.weights[self.own_slice]
+    def make_weights(self, full):  # full: (S,)
+        self.weights, self.reduce_dtype = full, full.dtype
+        self.shard = full[self.own_slice]
         if not self.keeps_weights:
             self.shard = self.shard.clone()
-        # The optimizer steps on the shard itself, unless it needs more digits or other memory
         self.master = self.shard
-        if self.trainable and (offload or full.dtype != self.weights.dtype):
-            self.master = full[self.own_slice].to("cpu" if offload else full.device, copy=True)
-        if self.master.device != self.shard.device:  # not if there is no GPU
-            self.master = self.master.pin_memory()  # so that the host need not wait for copies
 
-    def _make_views(self, parameters):
+    def make_views(self, parameters):
         self.parameters, self.pieces = [], []
         for i, p in enumerate(parameters):
             # New, as p may be on the meta device. By .data it has its own version counter: autograd
@@ -460,14 +451,13 @@ class ShardedBucket:
             self.gradients = None
 
     def give_gradients(self):
-        """To the pieces: views of gradient_shard. Copies if masters differ in dtype or device."""
+        """To the pieces: views of gradient_shard, or of its copy where the master is."""
         gradient = self.gradient_shard.to(self.master, non_blocking=True)
         for i, piece in enumerate(self.pieces):
             piece.grad = self.part_of(i, gradient).view(piece.shape)
 
     def start_update(self):
-        """The master has new values: start to bring them to the shard, and to all ranks."""
-        self.shard.copy_(self.master.to(self.shard.device, non_blocking=True))
+        """The shard has new values: start to bring them to all ranks."""
         if self.keeps_weights and self.ranks > 1:
             self.start_gather()
 
@@ -475,6 +465,38 @@ class ShardedBucket:
         """All ranks' shards into `weights`. This rank's stays in its place."""
         options = {"group": self.group, "async_op": True}
         self.gathering = all_gather_into_tensor(self.weights, self.shard, **options)
+
+
+# --- mixed precision and offload: the optimizer steps on a copy of the shard
+
+
+class MasterBucket(ShardedBucket):
+    """A bucket whose master may have more digits than the weights, or be in the host's memory."""
+
+    def __init__(
+        self,
+        parameters,
+        param_dtype=None,  # of weights and backward; None: the dtype that `value` gives, masters'
+        reduce_dtype=None,  # in which gradients are summed; None: param_dtype
+        offload=False,  # masters, and so the optimizer's states, are in the host's memory
+        **options,
+    ):
+        self.dtypes, self.offload = (param_dtype, reduce_dtype), offload
+        super().__init__(parameters, **options)
+
+    def make_weights(self, full):
+        param_dtype, reduce_dtype = self.dtypes
+        super().make_weights(full.to(param_dtype or full.dtype))
+        self.reduce_dtype = reduce_dtype or self.weights.dtype
+        if self.trainable and (self.offload or full.dtype != self.weights.dtype):
+            device = "cpu" if self.offload else full.device
+            self.master = full[self.own_slice].to(device, copy=True)
+        if self.master.device != self.shard.device:  # not if there is no GPU
+            self.master = self.master.pin_memory()  # so that the host need not wait for copies
+
+    def start_update(self):
+        self.shard.copy_(self.master.to(self.shard.device, non_blocking=True))
+        super().start_update()
 
 
 # --- new weights that arrive during the next forward
