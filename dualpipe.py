@@ -2,28 +2,32 @@
 
 In a mixture of experts (expert_parallel.py) each layer waits for four all-to-alls: tokens go to
 their experts and come back, in forward and in backward. Here a rank runs the backward of one
-micro-batch and the forward of another at the same time: a pair. ~ waits for a message:
+micro-batch and the forward of another at the same time: they are a pair. A ~ is such a wait:
 
     backward    ~~~~~~~~~ experts   ~~~~~~~~~ attention ~~~~~~~~~ experts   ~~~~~~~~~ attention
     forward     attention ~~~~~~~~~ experts   ~~~~~~~~~ attention ~~~~~~~~~ experts   ~~~~~~~~~
 
-The schedule of 2 ranks and 4 micro-batches, its pairs in brackets. ' is a rank's far stage:
+The schedule of 2 ranks and 4 micro-batches. Pairs are in brackets. A quote marks the rank's far
+stage, the one nearer the loss:
 
     rank 0   F0 F1 F2 F0' I0' W0' F1' (B1' F3) (B0 F2') B2' (B1 F3') B3' I2 W2 I3 W3
     rank 1   F0 F0' F1 F1' (B0' F2) (B0 F2') (B1' F3) (B1 F3') B2' B2 I3' I3 W3' W3
 
-This is DualPipeV, DeepSeek's DualPipe folded at its middle: the same pairs, and each stage is on
-one rank only. zero_bubble.py makes the schedule, and explains I and W.
+This is DualPipeV: DeepSeek's DualPipe, where each stage is on two ranks, folded at its middle, so
+that each is on one. The pairs are the same. zero_bubble.py has the schedule, and explains I and W.
 
 Split     As in pipeline.py and expert_parallel.py. A rank holds two stages, one near the pipeline's
           start and one near its end: a forward of one and a backward of the other can be a pair.
-Order     A pair runs in two threads, one at a time: before a thread waits for a message it calls
-          turn(), and the other goes on. So all ranks send all messages in the program's order, and
-          both threads can send through the same groups. On a GPU both queue work on one stream.
+Order     A pair is two threads, of which one runs at a time. Before a thread waits for a message
+          it calls turn(), and the other runs. The program decides which, not time: all ranks send
+          in the same order, and both threads can use the same groups. On a GPU both queue kernels
+          on one stream, and nccl's messages run beside it.
 Sent      What the schedule sends without overlap, to the byte.
-Hidden    The waits in pairs, as far as the partner has work. With p ranks and m micro-batches
-          1 - (5p - 1) / 4m of all waits are in pairs. Not hidden: the exchange of rows' counts.
-Limits    Without experts nothing is hidden: take zb-v. A pair has the temporary tensors of two.
+Hidden    The waits in pairs, if the partner has enough work. With p ranks and m micro-batches the
+          share 1 - (5p - 1) / 4m of all waits is in pairs (p = 4: m = 8 41%, m = 16 70%). The
+          exchange of the numbers of rows is not hidden, because the host needs the numbers.
+Limits    Without experts nothing is hidden: take zb-v. A pair needs the temporary memory of a
+          forward and a backward at once.
 
     torchrun --nproc_per_node=4 dualpipe.py             python dualpipe.py --in-turns
 
@@ -61,88 +65,83 @@ class Turns:
             def backward(ctx, gradient):
                 return Exchange.apply(gradient.contiguous())
 
-        def layer(x):                              # attention and experts: any two functions
+        def layer(x):                              # attention, experts: any two functions
             return experts(Exchange.apply(attention(x)))
 
         loss = layer(x1).sum()
         _, y2 = turns.overlap(loss.backward, lambda: layer(x2))
 
-    One runs at a time, up to its next turn(). The backward begins: it sends gradients, and while
-    they travel the forward computes. (Were the forward first, nothing would travel meanwhile.) So
-    ranks that make the same calls send the same messages in the same order.
+    One runs at a time, up to its next turn(). The backward begins, because it sends gradients at
+    once: they travel while the forward computes. Ranks that make the same calls send the same
+    messages in the same order.
 
-    expert_parallel.py's all-to-alls can call turn() too. The forward must not run a backward of its
-    own: on a GPU autograd has one thread for all, which may be waiting in a turn()."""
+    expert_parallel.py's all-to-alls call turn() by before_wait. The forward must not run a backward
+    of its own: on a GPU one thread runs all backwards, and it may be waiting in turn()."""
 
     def __init__(self):
         self.running = 0  # how many of the two calls have not ended
-        self.failed = False  # ends the other call at its next turn()
-        self.waits = self.switches = 0  # calls of turn(), and those that let the other call go on
+        self.error = None  # of one call: ends the other at its next turn()
+        # For receipts: calls of turn(), and those that let the other call go on
+        self.waits = self.switches = 0
 
     def turn(self):
         """Call it before each wait for a message. Outside of overlap() it does nothing."""
         self.waits += 1
         if self.running == 2:
             self.switches += 1
-            # Any other thread is the backward's: on GPUs autograd runs it in one of its own
-            i = 1 if threading.current_thread() is self.forward_thread else 0
+            # On a GPU autograd runs a backward in a thread of its own. So ask for the forward's
+            i = FORWARD if threading.current_thread() is self.forward_thread else BACKWARD
             self.may_run[1 - i].release()
             self.may_run[i].acquire()
-        self.stop_if_failed()
-
-    def stop_if_failed(self):
-        if self.failed:
+        if self.error:
             raise RuntimeError("the other call of this pair has failed")
 
     def overlap(self, backward, forward):
         """[backward(), forward()]. An error in one ends the other at its turn(), and is raised."""
-        self.may_run = threading.Semaphore(0), threading.Semaphore(0)
+        self.may_run = threading.Semaphore(1), threading.Semaphore(0)  # the backward begins
         self.forward_thread = threading.current_thread()
-        results, errors = [None, None], []
+        self.running, results = 2, [None, None]
 
         def run(i, call):
             try:
                 self.may_run[i].acquire()
-                self.stop_if_failed()
                 results[i] = call()
             except BaseException as error:
-                self.failed = True
-                errors.append(error)
+                self.error = self.error or error
             finally:
                 self.running -= 1
                 self.may_run[1 - i].release()
 
-        thread = threading.Thread(target=run, args=(0, in_this_context(backward)), daemon=True)
+        call = in_this_context(backward)
+        thread = threading.Thread(target=run, args=(BACKWARD, call), daemon=True)
         thread.start()
-        self.running, self.failed = 2, False
-        try:
-            self.may_run[0].release()  # the backward begins
-            run(1, forward)
-            thread.join()
-        except BaseException:  # Ctrl-C: the backward must not go on
-            self.running, self.failed = 0, True
-            raise
-        self.failed = False
-        if errors:
-            raise errors[0]
+        run(FORWARD, forward)
+        thread.join()
+        error, self.error = self.error, None
+        if error:
+            raise error
         return results
+
+
+BACKWARD, FORWARD = 0, 1  # places in Turns.may_run and in results
 
 
 # --- pairs of a schedule
 
 
 class PairedSchedule(Schedule):
-    """A schedule in which a forward and the backward after it are a pair, if they are of different
-    stages: they start when both have their messages, and send when both are done."""
+    """A schedule in which a forward is paired with the backward after it, if that is of another
+    stage. A pair starts when both messages are there, and sends when both are done. Meant for
+    dualpipev."""
 
     def steps(self, rank):
         """A rank's actions in tuples of those that start together: one, or backward and forward."""
         steps = []
         for action in self[rank]:
-            before = steps[-1] if steps else ()
-            after_forward = action.kind == "B" and [a.kind for a in before] == ["F"]
-            if after_forward and before[0].stage != action.stage:
-                steps[-1] = action, before[0]
+            previous = steps[-1][0] if steps and len(steps[-1]) == 1 else action
+            kinds = previous.kind, action.kind
+            if kinds == ("F", "B") and previous.stage != action.stage:
+                steps[-1] = action, previous  # the backward begins
             else:
                 steps.append((action,))
         return steps
@@ -163,7 +162,7 @@ class DualPipe(SplitPipeline):
         losses = pipeline.run()
         sum_replicated_gradients(parameters, ep_group)  # then clip, by all ranks' norm, and step
 
-    `around` is entered once for a pair, with its backward; the forward runs inside it."""
+    `around` is entered once per pair, with the backward action."""
 
     def __init__(self, *args, turns, **options):
         super().__init__(*args, **options)
@@ -171,18 +170,23 @@ class DualPipe(SplitPipeline):
 
     def run(self):
         """As Pipeline.run, in steps: an action, or two that overlap."""
-        runner, mailbox, losses = self.make_runner(), Mailbox(self), []
+        runner, mailbox = self.make_runner(), Mailbox(self)
+        losses = []
         for step in self.schedule.steps(dist.get_rank(self.links[0])):
             calls = []
             for action in step:
-                calls.append(functools.partial(runner.run, action, mailbox.receive(action)))
+                received = mailbox.receive(action)
+                calls.append(functools.partial(runner.run, action, received))
             with self.around(step[0]):
-                results = self.turns.overlap(*calls) if len(calls) == 2 else [calls[0]()]
+                if len(step) == 2:
+                    results = self.turns.overlap(*calls)  # the backward, then the forward
+                else:
+                    results = [calls[0]()]
             for action, result in zip(step, results):
                 mailbox.send(action, result)
                 if action.kind == "F" and action.stage == self.schedule.last:
                     losses.append(result)
-            del calls, results, result  # frees them while this rank waits
+            del calls, received, results, result  # frees them while this rank waits
         mailbox.close()
         return losses
 
@@ -191,8 +195,9 @@ class DualPipe(SplitPipeline):
 
 
 def in_this_context(call):
-    """`call`, for another thread: with this one's dispatch modes, device and stream. Not with its
-    no_grad, autocast and torch.device: enter these in the call."""
+    """`call`, for another thread: torch keeps some settings per thread. It gets this one's device,
+    stream, number of CPU threads and dispatch modes. no_grad, autocast and torch.device it does not
+    get: enter these in the call."""
     modes = _get_current_dispatch_mode_stack()  # FLOP counters, fake tensors
     compute_threads = torch.get_num_threads()
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
@@ -226,7 +231,6 @@ def main():
     why = "ranks that share the experts of a stage, each with sequences of its own (default: 2)"
     g.add_argument("--ep", **harness.POSITIVE, help=why)
     g.add_argument("--in-turns", action="store_true", help="run pairs one after the other")
-    harness.flags.gone(g, "--plot", "docs/learn/dualpipe.md has the schedule drawn")
     args = parser.parse_args()
     config = harness.configure(args)
 
@@ -239,12 +243,17 @@ def main():
 
 def demo(run):
     args, config = run.args, run.config
-    mesh = torch.arange(run.world).view(-1, args.ep)  # a row: the same stages; a column: a pipeline
+    # mesh[s, e]: pipeline rank s, expert rank e. A row has the same stages, a column is a pipeline
+    mesh = torch.arange(run.world).view(-1, args.ep)
 
-    def own_group(rows):  # a group of each row. Returns this rank's
-        return dist.new_subgroups_by_enumeration(rows.tolist())[0]
+    def group_of_row(mesh):
+        """Make a group of each row. Returns this rank's."""
+        group, _ = dist.new_subgroups_by_enumeration(mesh.tolist())
+        return group
 
-    ep, pp, links = own_group(mesh), own_group(mesh.T), [own_group(mesh.T) for _ in range(4)]
+    ep = group_of_row(mesh)
+    pp = group_of_row(mesh.T)
+    links = [group_of_row(mesh.T) for _ in range(4)]  # see pipeline.make_links
     run.groups(ep=ep, pp=pp, down=links[:2], up=links[2:])  # names in the receipt
     kind = Schedule if args.in_turns else PairedSchedule
     schedule = kind(find_schedule("dualpipev", len(mesh), args.microbatches).rows)
@@ -265,15 +274,14 @@ def demo(run):
         return model[stage](x, targets=targets, target_count=run.target_count, sample_ids=samples)
 
     shape = (args.batch // args.microbatches // args.ep, config.context, config.width)
-    options = (schedule, forward, shape, run.dtype, run.device, links)
-    pipeline = SplitPipeline(*options) if args.in_turns else DualPipe(*options, turns=turns)
+    pipeline = DualPipe(schedule, forward, shape, run.dtype, run.device, links, turns=turns)
     for step in run.steps(optimizer):
         batches = run.microbatches(step, dist.get_rank(ep), args.ep)
         optimizer.zero_grad(set_to_none=False)  # gradients stay in memory: the receipt counts them
         with row_counter:
             losses = pipeline.run()
         expert_parallel.sum_replicated_gradients(parameters, ep)
-        loss = sum(losses, run.zero())  # the first rank of the pipeline has the last stage, too
+        loss = sum(losses, start=run.zero())  # the pipeline's first rank has the last stage, too
         dist.all_reduce(loss)
         norm = harness.grad_norm(parameters, [pp])
         run.check(loss, norm, model.named)

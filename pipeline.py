@@ -1,4 +1,4 @@
-"""Pipeline parallelism: a rank (process) has consecutive layers, micro-batches flow through them.
+"""Pipeline parallelism: each rank (process) has some layers, and micro-batches flow through them.
 
     1F1B on 4 ranks with 8 micro-batches. A row is a rank, and time goes right. A digit is that
     micro-batch's forward, [digit] its backward, twice as long. A dot is a wait.
@@ -7,22 +7,22 @@
         . 0 1 2 . . . .[0 ] 3[1 ] 4[2 ] 5[3 ] 6[4 ] 7[5 ] .[6 ] .[7 ] . .
         . . 0 1 . .[0 ] 2[1 ] 3[2 ] 4[3 ] 5[4 ] 6[5 ] 7[6 ] .[7 ] . . . .
         . . . 0[0 ] 1[1 ] 2[2 ] 3[3 ] 4[4 ] 5[5 ] 6[6 ] 7[7 ] . . . . . .
-        1 fill        2 one forward, one backward in turn        3 drain     4 optimizer.step()
+        |- fill -|    one forward, one backward, in turn     |- drain -|, then optimizer.step()
 
-Split: the layers into p stages for p ranks, the batch into m micro-batches. A schedule lists each
-rank's actions in order, and `Pipeline` runs it.
+Split: the layers into p stages, one per rank, and the batch into m micro-batches. A schedule lists
+each rank's actions in order.
 
 Sent: each forward's result to the next stage, and the gradient of each stage's input to the stage
 before. A micro-batch sends b T C e bytes each way over each boundary between ranks: b sequences of
-T tokens, width C, e bytes per element. It is little, so pipelines suit the slowest links.
+T tokens, width C, e bytes per element. That is little, so pipelines suit the slowest links.
 
 Backward: the chain rule, cut at the boundaries. A stage's input x is a leaf of its own graph. So
 y.backward(gradient of y, from the next stage) leaves the gradient of x in x.grad, which goes to the
-stage before. Gradients of micro-batches add up to those of the batch.
+stage before. The gradients of all micro-batches add up in .grad.
 
 Limits: ranks wait while the pipeline fills and drains (the bubble). With 1F1B they work m / (m + p
-- 1) of the time, 24 cells of 33 above. (With GPipe, too: 1F1B saves memory, not time.)
-zero_bubble.py fills gaps; docs/learn/pipelines.md compares.
+- 1) of the time, 24 of the 33 cells of a row above. (With GPipe, too: 1F1B saves memory, not time.)
+zero_bubble.py fills the waits; docs/learn/pipelines.md compares the schedules.
 
     torchrun --nproc_per_node=4 pipeline.py --layers 8        python pipeline.py --compare
 
@@ -39,20 +39,26 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-# --- the plainest form: GPipe, with messages that block
+# --- the plainest form: any row of the picture, with receives that block
 
 
 def cut(layers, stages):
-    """Cut a list of layers into stages of neighbours. The first stages get the layers left over."""
+    """Cut a list into runs of consecutive layers. If they don't divide, the first get one more."""
     size, extra = divmod(len(layers), stages)
     borders = [stage * size + min(stage, extra) for stage in range(stages + 1)]
     return [nn.Sequential(*layers[start:end]) for start, end in itertools.pairwise(borders)]
 
 
-def plain_gpipe(stage, inputs, targets, loss_fn, like, group=None):
-    """One step: all forwards, then all backwards. Gradients are left in .grad.
+def plain_pipeline(stage, row, inputs, targets, loss_fn, like, down, up):
+    """One step of this rank: `row` is its line of the picture, "F" a forward, "B" a backward.
+    Gradients are left in .grad. For rank r of p, with m micro-batches:
 
-        stage = cut([embedding, *blocks, head], dist.get_world_size())[dist.get_rank()]
+        gpipe = "F" * m + "B" * m
+        ahead = min(p - 1 - r, m)
+        one_f_one_b = "F" * ahead + "FB" * (m - ahead) + "B" * ahead
+
+        down, up = dist.new_group(), dist.new_group()    # in one, a send could block the other way
+        stage = cut([embedding, *blocks, head], p)[r]
         optimizer = torch.optim.SGD(stage.parameters())
 
         def loss_fn(y, target):    # on the last rank. y: (b, T, V)
@@ -60,32 +66,39 @@ def plain_gpipe(stage, inputs, targets, loss_fn, like, group=None):
 
         for inputs, targets, target_count in batches:    # the same lists on every rank
             optimizer.zero_grad()
-            losses = plain_gpipe(stage, inputs, targets, loss_fn, like=torch.empty(b, T, C))
+            like = torch.empty(b, T, C)
+            losses = plain_pipeline(stage, one_f_one_b, inputs, targets, loss_fn, like, down, up)
             optimizer.step()
 
-    like: a tensor with the shape, dtype and device of all that stages send to each other."""
-    rank, last = dist.get_rank(group), dist.get_world_size(group) - 1
-    saved, losses = [], []
-    for x, target in zip(inputs, targets):
-        if rank > 0:
-            x = torch.empty_like(like)
-            dist.recv(x, group=group, group_src=rank - 1)
-            x.requires_grad_()  # a leaf: backward leaves its gradient in x.grad
-        y = stage(x)
-        if rank < last:
-            dist.send(y.detach(), group=group, group_dst=rank + 1)
+    like: a tensor with the shape, dtype and device of what stages send each other."""
+    rank, last = dist.get_rank(down), dist.get_world_size(down) - 1
+    batches = zip(inputs, targets)  # rank 0 reads the inputs, the last rank the targets
+    saved, losses, sends = collections.deque(), [], []
+    for kind in row:
+        if kind == "F":
+            x, target = next(batches)
+            if rank > 0:
+                x = torch.empty_like(like)
+                dist.recv(x, group=down, group_src=rank - 1)
+                x.requires_grad_()  # a leaf: backward leaves its gradient in x.grad
+            y = stage(x)
+            if rank < last:
+                sends.append(dist.isend(y.detach(), group=down, group_dst=rank + 1))
+            else:
+                y = loss_fn(y, target)
+                losses.append(y.detach())
+            saved.append((x, y))
         else:
-            y = loss_fn(y, target)
-            losses.append(y.detach())
-        saved.append((x, y))
-    for x, y in saved:
-        gradient = None  # y is the loss: backward starts here
-        if rank < last:
-            gradient = torch.empty_like(y)
-            dist.recv(gradient, group=group, group_src=rank + 1)
-        y.backward(gradient)
-        if rank > 0:
-            dist.send(x.grad, group=group, group_dst=rank - 1)
+            x, y = saved.popleft()  # the oldest micro-batch
+            gradient = None  # y is the loss: backward starts here
+            if rank < last:
+                gradient = torch.empty_like(y)
+                dist.recv(gradient, group=up, group_src=rank + 1)
+            y.backward(gradient)
+            if rank > 0:
+                sends.append(dist.isend(x.grad, group=up, group_dst=rank - 1))
+    for send in sends:
+        send.wait()
     return losses
 
 
@@ -102,7 +115,8 @@ class Action(NamedTuple):
 
 class Row(list):
     """A rank's actions. add("FFB", stage) appends the stage's next two forwards and its next
-    backward. It numbers the micro-batches: each stage takes them in order."""
+    backward; several stages get them one after the other. It numbers the micro-batches: each stage
+    takes them in order."""
 
     def __init__(self, kinds="", *stages):
         super().__init__()
@@ -112,13 +126,21 @@ class Row(list):
     def add(self, kinds, *stages):
         for stage in stages:
             for kind in kinds:
-                self.append(Action(kind, self.counts[kind, stage], stage))
-                self.counts[kind, stage] += 1
+                number = self.counts["I" if kind == "B" else kind, stage]
+                self.append(Action(kind, number, stage))
+                for part in "IW" if kind == "B" else kind:  # a backward is both of its parts
+                    self.counts[part, stage] += 1
+
+
+def gpipe(rank, ranks, microbatches):
+    """All forwards, then all backwards: F0 F1 F2 B0 B1 B2."""
+    return Row("F" * microbatches + "B" * microbatches, rank)  # a stage per rank: stage = rank
 
 
 def one_f_one_b(rank, ranks, microbatches):
-    """p - 1 - r forwards ahead, then a forward and a backward in turn: the last rank starts each
-    backward at once. Rank r holds activations of at most p - r micro-batches, with GPipe of all m.
+    """Rank r of p runs p - 1 - r forwards ahead, then a forward and a backward in turn. So the last
+    rank starts each backward at once, and rank r holds activations of at most p - r micro-batches.
+    GPipe holds those of all.
 
         rank 0 of 3:  F0 F1 F2 B0 F3 B1 F4 B2 B3 B4
         rank 1 of 3:  F0 F1 B0 F2 B1 F3 B2 F4 B3 B4
@@ -134,13 +156,13 @@ def one_f_one_b(rank, ranks, microbatches):
 
 
 class Pipeline:
-    """This rank's part of a pipeline. A run is a step's forwards and backwards: gradients add up in
-    the parameters' .grad.
+    """This rank's part of a pipeline. run() does all forwards and backwards of a step: gradients
+    add up in the parameters' .grad.
 
         schedule = Schedule(one_f_one_b(r, ranks, microbatches) for r in range(ranks))
-        stages = cut(layers, schedule.last + 1)  # last: the last stage. Large: on the meta device
-        parameters = [p for s in schedule.stages(rank) for p in stages[s].parameters()]
-        optimizer = torch.optim.AdamW(parameters)
+        stages = cut(layers, schedule.last + 1)    # a large model: on the meta device
+        held = nn.ModuleList(stages[s] for s in schedule.stages(rank))
+        optimizer = torch.optim.AdamW(held.parameters())
 
         def forward(s, m, x):    # stage, micro-batch; x: from the stage before, None on stage 0
             y = stages[s](inputs[m] if x is None else x)
@@ -152,17 +174,17 @@ class Pipeline:
         for inputs, targets, target_count in batches:    # lists, of a tensor per micro-batch
             optimizer.zero_grad()
             losses = pipeline.run()
-            # Here: reduce_tied, if two ranks share a matrix. Clip by the norm over all stages: sum
-            # the squares over the ranks, a shared matrix once. clip_grad_norm_ knows one rank only
+            # Here: sum the gradient of a matrix that two ranks share (reduce_tied). To clip, add up
+            # the squared norms of all ranks, a shared matrix once: clip_grad_norm_ sees one rank
             optimizer.step()
 
-    The loss rule: the sum over a micro-batch's tokens, divided by target_count, that of the whole
-    batch (all micro-batches, all data-parallel ranks). A mean in each micro-batch is wrong.
-
+    target_count: the number of targets of the whole batch, all micro-batches and all data-parallel
+    ranks. A mean per micro-batch would be wrong where these have different numbers of targets.
     shape, dtype: of the activations between stages, the same for every micro-batch and rank.
-    links: open_links(make_links(ranks), schedule, device), if this is one pipeline of several. By
-    default all ranks are in one. After an exception messages are still on their way: make new ones.
-    around(action): a context that is on while an action computes, not while it waits: ZeRO's."""
+    links: for one pipeline of several, open_links(make_links(ranks), schedule, device). By default
+    all ranks are one pipeline. After an exception make new ones: messages may be on their way.
+    around(action): a context manager for ZeRO, entered while an action computes, not while it
+    waits."""
 
     def __init__(
         self, schedule, forward, shape, dtype, device, links=None, around=contextlib.nullcontext
@@ -175,7 +197,8 @@ class Pipeline:
     def run(self):
         """All actions of this rank's row. Returns the last stage's results, detached, on its rank,
         and [] on the others."""
-        runner, mailbox, results = self.make_runner(), Mailbox(self), []
+        runner, mailbox = self.make_runner(), Mailbox(self)
+        results = []
         for action in self.row:
             received = mailbox.receive(action)  # None on stage 0, and for the backward of the loss
             with self.around(action):
@@ -192,23 +215,23 @@ class Pipeline:
 
 
 class StageRunner:
-    """The forward and backward passes of a rank's stages. row: the rank's actions in a run."""
+    """The forward and backward passes of a rank's stages. row: its actions, for subclasses."""
 
     def __init__(self, stage_forward, row):
         self.stage_forward = stage_forward
-        self.trains = any(action.kind != "F" for action in row)  # forward_only: nothing is saved
         self.saved = {}  # {(micro-batch, stage): input and output, from forward to backward}
 
     def run(self, action, received):
         """Turn the message that an action waits for into the message that it sends."""
-        passes = {"F": self.forward, "B": self.backward}  # I and W: zero_bubble.SplitPipeline
-        return passes[action.kind](action.microbatch, action.stage, received)
+        if action.kind == "F":
+            return self.forward(action.microbatch, action.stage, received)
+        return self.backward(action.microbatch, action.stage, received)
 
     def forward(self, m, stage, x):
         if x is not None and torch.is_grad_enabled():
             x.requires_grad_()  # a leaf: backward leaves its gradient in x.grad
         y = self.stage_forward(stage, m, x)
-        if self.trains and y.requires_grad:
+        if y.requires_grad:
             self.saved[m, stage] = x, y
         return y.detach()
 
@@ -240,10 +263,12 @@ class Message(NamedTuple):
 
 class Schedule:
     """A row of actions for each rank: schedule[rank]. owner: {stage: the rank that holds it}. last:
-    the last stage. Raises ValueError if an action is missing or there twice, or a stage is."""
+    the last stage. Raises ValueError if an action is missing or there twice, or if two ranks hold a
+    stage."""
 
     def __init__(self, rows):
-        self.rows, self.owner = [tuple(row) for row in rows], {}
+        self.rows = [tuple(row) for row in rows]
+        self.owner = {}
         for rank, row in enumerate(self.rows):
             self.owner |= {action.stage: rank for action in row}
         self.last = len(self.owner) - 1
@@ -284,8 +309,8 @@ class Schedule:
 
 
 class Mailbox:
-    """This rank's messages of one run. Sends return at once. A channel's receives are posted in the
-    order in which its messages are sent: nothing else tells them apart."""
+    """This rank's messages of one run. Sends return at once. Messages have no names: the n-th
+    receive of a channel gets what the n-th send has sent, so both are in the same order."""
 
     def __init__(self, pipeline):
         self.pipeline = pipeline
@@ -336,12 +361,14 @@ def plan_receives(schedule):
         1F1B on rank 1 of 3. <F1 posts the receive of F1's input, <B1 that of B1's gradient
         <F0 F0 <F1 F1 <F2 <B0 B0 <B1 F2 B1 <F3 <B2 F3 B2 <F4 <B3 F4 B3 <B4 B4
 
-    On nccl a posted receive is a kernel that spins until its message comes. Meanwhile CUDA may wait
-    for an idle device, to load a kernel or to free memory. If the sender in turn waits for this
-    rank, both hang. So run all actions one after another, and plan a receive before the receiver's
-    first action after the send. Then the first action of this order that has not run never waits
-    for a later one. Each such order is safe. In this one a rank runs an action in each round, if it
-    has the message. The last rank goes first: else 1F1B's receives would spin twice as long."""
+    Why not earlier: on nccl a posted receive is a kernel that spins until its message comes.
+    Meanwhile CUDA may wait for an idle device, to load a kernel or to free memory. If the sender
+    waits for this rank, too, both hang.
+
+    So this plays the schedule, in rounds. In each every rank runs its next action, if the message
+    that it waits for was sent in an earlier round. The receive of what a round sends is planned
+    before the receiver's next action. Then whatever a spinning receive waits for can run. The last
+    rank goes first in a round: in the other order 1F1B's receives would spin twice as long."""
     plan = collections.defaultdict(list)
     sent = {None}  # None: an action that waits for nothing
     rows = [collections.deque(schedule.steps(rank)) for rank in range(len(schedule.rows))]
@@ -356,16 +383,17 @@ def plan_receives(schedule):
             for message in map(schedule.outgoing, row.popleft()):
                 sent.add(message)
                 if message is not None and message.source != message.target:
-                    next_action = rows[message.target][0][0]  # the receiver's
-                    plan[next_action].append(message)
+                    next_step = rows[message.target][0]  # of a lower rank: this round's
+                    plan[next_step[0]].append(message)
     return plan
 
 
 def make_links(ranks=None):
-    """A pipeline's four groups: activations to later ranks and to earlier ranks, gradients to later
-    ranks and to earlier ranks. (The middle ones are for ranks with several stages.) nccl passes a
-    group's messages between two ranks one by one, in order: in fewer groups two could block each
-    other. All processes must call it once for each pipeline, in one order, as dist.new_group."""
+    """A pipeline's four groups: of activations to later ranks and to earlier ones, and of gradients
+    to later ranks and to earlier ones. (The middle two are for ranks with several stages.) nccl
+    passes a group's messages between two ranks one by one, in order: in fewer groups two could
+    block each other. As dist.new_group: every process calls it, for every pipeline, in one order.
+    """
     return [dist.new_group(ranks) for _ in range(4)]
 
 
@@ -394,23 +422,22 @@ def open_links(links, schedule, device):
 # --- more schedules
 
 
-def gpipe(rank, ranks, microbatches):
-    """All forwards, then all backwards: F0 F1 F2 B0 B1 B2."""
-    return Row("F" * microbatches + "B" * microbatches, rank)
-
-
 def interleaved(rank, ranks, microbatches, chunks=2):
-    """A smaller bubble for more messages: rank r holds the stages r, p + r, 2 p + r, ... p
-    micro-batches pass its first stage, then its second, and so on; in backward its last one first.
+    """A smaller bubble for more messages: rank r holds the stages r, p + r, 2 p + r, ... It runs p
+    forwards on the first of them, then the same p on the next, and so on, then the next p.
+    Backwards go from its last stage to its first.
 
         rank 0 of 2:  F0 F1 F0' F1' F2 B0' F3 B1' F2' B0 F3' B1 B2' B3' B2 B3    ' is on stage 2"""
     if microbatches % ranks:
         count = f"a multiple of {ranks} micro-batches, as many as ranks"
         raise ValueError(f"interleaved needs {count}, not {microbatches}")
     stages = list(range(rank, chunks * ranks, ranks))
-    groups = microbatches // ranks
-    forwards = sorted(ranks * stages) * groups  # on rank 0 of 2: 0 0 2 2 0 0 2 2 ...
-    backwards = sorted(ranks * stages, reverse=True) * groups  # 2 2 0 0 2 2 0 0 ...
+    forwards, backwards = [], []  # the stages; on rank 0 of 2: 0 0 2 2 ..., and 2 2 0 0 ...
+    for _ in range(microbatches // ranks):
+        for stage in stages:
+            forwards += [stage] * ranks
+        for stage in reversed(stages):
+            backwards += [stage] * ranks
     # Warm-up: p forwards for every local stage but the last, plus two for each later rank, the
     # round trip of the first micro-batch
     ahead = min((chunks - 1) * ranks + 2 * (ranks - 1 - rank), len(forwards))
@@ -435,8 +462,9 @@ def forward_only(schedule, microbatches=float("inf")):
 
 def reduce_tied(weight, group):
     """Sum the gradient of a weight that the ranks of a group share, such as a tied matrix on the
-    first and the last stage: once a step, after pipeline.run(). Replicas that start equal stay
-    equal. In a norm over all stages count it once. DDP and ZeRO: docs/use/two-techniques.md."""
+    first and the last stage: once a step, after pipeline.run(). Both copies get the same gradient,
+    so they stay equal. In a norm over all stages count it once. With DDP or ZeRO:
+    docs/use/two-techniques.md."""
     dist.all_reduce(weight.grad, group=group)
 
 
@@ -445,14 +473,14 @@ def reduce_tied(weight, group):
 
 def check_actions(schedule):
     """An action that is missing, or there twice, is a gradient that is missing, or there twice. A
-    backward on another rank than its forward would find nothing to do."""
+    backward on another rank than its forward would find nothing saved."""
     kinds = collections.defaultdict(str)  # {(micro-batch, stage): its actions, as "FB"}
     for rank, row in enumerate(schedule.rows):
         for kind, m, stage in row:
             if schedule.owner[stage] != rank:
                 raise ValueError(f"stage {stage} is on rank {rank} and {schedule.owner[stage]}")
             kinds[m, stage] += kind
-    passes = ["F"] if set(kinds.values()) == {"F"} else ["FB", "FIW"]
+    passes = ["F"] if set(kinds.values()) == {"F"} else ["FB", "FIW"]  # "F": an evaluation
     for m, stage in itertools.product(sorted({m for m, _ in kinds}), range(schedule.last + 1)):
         if kinds[m, stage] not in passes:
             found = " ".join(kinds[m, stage]) or "nothing"
@@ -489,7 +517,7 @@ def main(doc=__doc__, default="1f1b"):
         return receipts.pipeline.compare(zero_bubble.find_schedule, args, names)
     args.schedule = args.schedule or default
     config = harness.configure(args)
-    harness.check_batch(args, 1)  # it divides into micro-batches. 1: no data-parallel ranks
+    harness.check_batch(args, 1)  # refuses one that does not divide into micro-batches
     check = functools.partial(receipts.pipeline.of_flags, zero_bubble.find_schedule, args, config)
     proof.launch(demo, args, check=check)
 
@@ -501,32 +529,32 @@ def demo(run):
     stages, last = schedule.stages(rank), schedule.last
     links = open_links(make_links(), schedule, run.device)
     ends = dist.new_group(sorted({schedule.owner[0], schedule.owner[last]}))
-    run.groups(down=links[:2], up=links[2:], tied=ends)  # in the receipt: activations, gradients
+    run.groups(down=links[:2], up=links[2:], tied=ends)  # names in the receipt
     # The range of layers of each stage, balanced by FLOPs. `cut` balances their number
     layers = receipts.pipeline.stage_layers(config, last + 1)
     parts = harness.split(run.meta_model, layers, stages, ends)
     model = run.fill(harness.Stages(parts))
     parameters = list(model.parameters())
-    # A matrix that the first and the last stage share, if they are on two ranks
+    # harness.split has marked a matrix that the first and the last stage share, on two ranks
     tied = [p for p in parameters if "partial" in getattr(p, "placement", {})]
     optimizer = harness.make_optimizer(parameters, args)
-    in_w = receipts.pipeline.GradientsInW(parameters)  # for the receipt. 0 unless --schedule zb-*
+    in_w = receipts.pipeline.GradientsInW(parameters)  # of zb-*: counts for the receipt
 
     def forward(stage, m, x):
-        tokens, targets, samples = batches[m]  # the step's, which the loop sets
+        tokens, targets, samples = batches[m]  # of the step: set by the loop below
         x = tokens if x is None else x
         return model[stage](x, targets=targets, target_count=run.target_count, sample_ids=samples)
 
     shape = (args.batch // args.microbatches, config.context, config.width)
-    options = (schedule, forward, shape, run.dtype, run.device, links)
-    pipeline = zero_bubble.SplitPipeline(*options, around=in_w)  # a Pipeline, also for zb-*
+    kind = zero_bubble.SplitPipeline if args.schedule in zero_bubble.SPLIT else Pipeline
+    pipeline = kind(schedule, forward, shape, run.dtype, run.device, links, around=in_w)
     for step in run.steps(optimizer):
         batches = run.microbatches(step)
         optimizer.zero_grad(set_to_none=False)  # gradients stay in memory: the receipt counts them
         losses = pipeline.run()
         for weight in tied:
             reduce_tied(weight, ends)
-        loss = sum(losses, run.zero())  # the last stage has them all, the other ranks none
+        loss = sum(losses, start=run.zero())  # zero on ranks without the last stage
         dist.all_reduce(loss)
         norm = harness.grad_norm(parameters, [dist.group.WORLD])  # over the stages of all ranks
         run.check(loss, norm, model.named)

@@ -10,21 +10,23 @@
 
 Split: backward of y = x A^T is two matmuls. dy is the gradient of y.
 
-    I   dx = dy A      The stage before waits for it. I also has the gradients of biases, norms and
-                       embeddings. The papers call this part B
+    I   dx = dy A      The stage before waits for it. I also computes the gradients of biases, norms
+                       and embeddings. The papers call it B; here B is I and W together
     W   dA = dy^T x    Nobody waits for it before the optimizer's step, so a rank computes it where
                        it would wait. Until then it keeps the pair (x, dy)
 
 Sent: what pipeline.py sends, and with two stages per rank twice as many messages. The schedules:
     zb-h1       1F1B's memory, a third of its bubble
-    zb-h2       no bubble where F = I = W, nearly twice the memory
-    zb-v        no bubble where F = I = W, 1F1B's memory, two stages per rank
-    dualpipev   DeepSeek's order, here one by one: dualpipe.py overlaps. Two stages per rank
+    zb-h2       no bubble, nearly twice the memory
+    zb-v        no bubble, 1F1B's memory, two stages per rank
+    dualpipev   DeepSeek's order, two stages per rank. dualpipe.py overlaps pairs of its actions
 
-Limits: the pairs take memory. "No bubble" ends with a rank's last action: to clip it waits for all.
-Under torch.autocast nothing is put off: cast weights instead. docs/learn/pipelines.md compares.
+Limits: the pairs take memory. "No bubble", with F = I = W and at least 2 p - 1 micro-batches, means
+that a rank never waits between its first action and its last. The norm of the gradients waits for
+all ranks: who clips gains nothing by zb-h2 over zb-h1. Under torch.autocast nothing is deferred:
+cast the weights instead. docs/learn/pipelines.md compares the schedules.
 
-    torchrun --nproc_per_node=4 zero_bubble.py --layers 8 --schedule zb-v
+    torchrun --nproc_per_node=4 zero_bubble.py --layers 8       python zero_bubble.py --compare
 
 Qi et al.: zero bubble arXiv:2401.10241; ZB-V arXiv:2405.15362. DualPipe arXiv:2412.19437, 3.2.1.
 """
@@ -44,7 +46,8 @@ from pipeline import Pipeline, Row, Schedule, StageRunner, gpipe, interleaved, o
 
 
 class SplitLinear(nn.Linear):
-    """A linear layer that computes its weight's gradient when asked. x must require a gradient.
+    """A linear layer that computes its weight's gradient when asked. In training x must require a
+    gradient.
 
         layer = SplitLinear(4, 3)
         loss = layer(x).square().sum()
@@ -60,7 +63,8 @@ class SplitLinear(nn.Linear):
     def forward(self, x):
         # As the weight is detached, autograd computes the gradients of x and of the bias only
         y = F.linear(x, self.weight.detach(), self.bias)
-        y.register_hook(lambda gradient: self.pairs.append((x.detach(), gradient)))
+        if y.requires_grad:  # not in an evaluation
+            y.register_hook(lambda gradient: self.pairs.append((x.detach(), gradient)))
         return y
 
     def backward_weight(self):
@@ -72,21 +76,21 @@ def weight_gradient(x, gradient):
     return gradient.flatten(0, -2).T @ x.flatten(0, -2)  # (out, in)
 
 
-# --- what it is for: 1F1B with weight gradients in its gaps
-#     F    y = stage(x), sent on                   as in pipeline.plain_gpipe
-#     I    y.backward(gradient), x.grad sent       of all layers, before any weight's gradient
+# --- what it is for: 1F1B with weight gradients where a rank would wait
+#     F    y = stage(x), sent on                   as in pipeline.plain_pipeline
+#     I    y.backward(gradient), x.grad sent       as its B: of all layers, without weights
 #     W    layer.backward_weight() of each layer   nothing is sent
 
 
 def zb_h1(rank, ranks, microbatches, reach=1):
-    """1F1B with backward in two parts. Rank r has r fewer forwards in flight than rank 0. So it can
-    put off r weight gradients in rank 0's memory. They fill its gaps at the end.
+    """1F1B with backward in two parts. Rank r holds r micro-batches fewer than rank 0. So it can
+    defer r weight gradients without more memory than rank 0 needs. They fill the wait at its end.
 
         rank 0 of 3:  F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3
         rank 1 of 3:  F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
         rank 2 of 3:  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
-    reach: how many forwards a rank is ahead of the next. 2 (zb-h2): no gap before backward."""
+    reach=2 is zb-h2: twice as many forwards ahead, and no wait before the first backward."""
     ahead = min(reach * (ranks - 1 - rank), microbatches)
     put_off = min(reach * rank, microbatches)
     row = Row("F" * ahead, rank)
@@ -109,15 +113,16 @@ class SplitPipeline(Pipeline):
         schedule = find_schedule("zb-v", ranks, microbatches)
         pipeline = SplitPipeline(schedule, forward, (b, T, C), dtype, device)
 
-    Beside ZeRO or FSDP: docs/use/two-techniques.md."""
+    With ZeRO or FSDP: docs/use/two-techniques.md."""
 
     def make_runner(self):
         return SplitRunner(self.forward, self.row)
 
 
 class SplitRunner(StageRunner):
-    """Where backward has two parts, the forward runs under a Deferred (below). That does for every
-    linear layer what SplitLinear does, so I is an ordinary backward."""
+    """The forward of a backward in two parts runs inside a Deferred (below), which does for every
+    linear layer what SplitLinear does. So I is an ordinary backward, and W adds what it deferred.
+    """
 
     def __init__(self, stage_forward, row):
         super().__init__(stage_forward, row)
@@ -129,7 +134,7 @@ class SplitRunner(StageRunner):
             return self.deferred_of.pop((m, stage)).accumulate()
         if kind == "I":
             action = action._replace(kind="B")
-        # In I, too: checkpointed layers run their forward again
+        # I needs it, too: checkpointed layers run their forward again
         with self.deferred_of.get((m, stage), contextlib.nullcontext()):
             return super().run(action, received)
 
@@ -146,28 +151,32 @@ class Deferred(TorchFunctionMode):
             loss.backward()    # I: gradients of inputs, biases, norms and embeddings
         deferred.accumulate()  # W: gradients of weights. Without this line they are missing
 
-    Deferred: weights that are parameters or views of them. With I come the gradients of computed
-    weights, of all weights under autocast, and of addmm, matmul, bmm and nn.MultiheadAttention.
+    The weights are parameters, or views of them. All other weight gradients are part of I: of a
+    weight that is computed, of all weights under autocast, and in addmm, matmul, bmm and
+    nn.MultiheadAttention.
 
     Set weight.used_twice = True if the stage also uses the weight outside F.linear, as a tied
-    embedding. Else its gradient comes in two parts, and the hooks of DDP and ZeRO expect one."""
+    embedding. Otherwise a part of its gradient comes in I and a part in W, and the hooks of DDP and
+    ZeRO expect one gradient."""
 
     def __init__(self):
         super().__init__()
-        self.entries = []  # (weight, x, gradient of y, offsets of F.grouped_mm), as in backward
+        # (weight, x, gradient of y, offsets of F.grouped_mm), in the order of backward
+        self.entries = []
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if function in (F.linear, torch._grouped_mm):  # the latter is what F.grouped_mm calls
+        if function in (F.linear, torch._grouped_mm):  # F.grouped_mm calls torch._grouped_mm
             return self.defer(function, *args, **kwargs)
         if function is torch.Tensor.backward:
-            # It turns the mode off, which checkpointed layers need: they run their forward again
+            # torch switches this mode off within a call. Switch it on: checkpointed layers run
+            # their forward again in backward, and must save what they saved at first
             with self:
                 edge = torch.autograd.graph.get_gradient_edge(args[0])
                 return torch.autograd.backward([edge], [kwargs.pop("gradient")], **kwargs)
         return function(*args, **kwargs)
 
-    def defer(self, function, input, weight, *rest, **options):  # input: F.linear's own name
+    def defer(self, function, input, weight, *rest, **options):  # named as F.linear's arguments
         """As SplitLinear.forward, but SaveInput holds the input: then checkpointing can drop it."""
         if not can_defer(input, weight):
             return function(input, weight, *rest, **options)
@@ -179,7 +188,8 @@ class Deferred(TorchFunctionMode):
             self.entries.append((weight, x.detach(), gradient, options.get("offs")))
 
         y = function(input, weight.detach(), *rest, **options)
-        # F.linear of a 3-D x returns a view. An in-place ReLU would give it a new node, not hooked
+        # F.linear of a 3-D x returns a view. An in-place ReLU gives a view a new node, without the
+        # hook. _unsafe_view makes it a tensor of its own, without a copy
         if y._is_view():
             y = torch.ops.aten._unsafe_view(y, y.shape)
         y.register_hook(keep_pair)
@@ -188,7 +198,7 @@ class Deferred(TorchFunctionMode):
     def accumulate(self):
         """Add the deferred gradients to their weights, in one pass of autograd: DDP and ZeRO take
         the end of a pass for the end of backward."""
-        # In the order of backward: autograd runs the newest node first
+        # Autograd runs the newest root first. Reversed, gradients come in backward's order
         roots = [WeightGradient.apply(*entry) for entry in reversed(self.entries)]
         self.entries.clear()
         if roots:
@@ -205,8 +215,8 @@ def can_defer(x, weight):
 
 
 class SaveInput(torch.autograd.Function):
-    """Identity. Saves x in the graph: there activation checkpointing drops it after forward. When
-    the hook asks for it, recomputation stops at x, the last saved tensor: before the matmul."""
+    """Identity that saves x in autograd's graph. There activation checkpointing drops it, and makes
+    it again when the hook asks. (A closure would hold it.) It stops at x: no matmul runs again."""
 
     @staticmethod
     def forward(ctx, x):
@@ -241,16 +251,16 @@ class WeightGradient(torch.autograd.Function):
 
 
 def zb_v(rank, ranks, microbatches):
-    """Rank r holds the stages r (near the input) and 2 p - 1 - r (far): of 3 ranks 0 and 5, 1 and
-    4, 2 and 3. The way through the ranks is a V with both ends on rank 0. With 5 micro-batches,
-    where a quote marks the forward of a far stage:
+    """Rank r holds two stages: r, near the input, and 2 p - 1 - r, far from it. Of 3 ranks rank 0
+    holds 0 and 5, rank 1 holds 1 and 4, rank 2 holds 2 and 3. The way through the ranks is a V with
+    both ends on rank 0. With 5 micro-batches; a quote marks the forward of a far stage:
 
         0 1 2 3 4'0(0{0'1(1{1'2(2{2(0{0'3(3{3(1{1'4(4{4(2{2(3{3(4{4
         . 0 1 2'0 3'1(0{0'2(1{1 4(0{0'3(2{2(1{1'4(3{3(2(4(3{2(4{3{4{4
         . . 0'0 1'1 2'2(0{0 3(0{0'3(1{1 4(1{1'4(2{2(2(3(3(4(4{2{3{4{3{4"""
     near, far, row = rank, 2 * ranks - 1 - rank, Row()
-    # The plan needs 2 p - 1 micro-batches. Extra ones are dropped at the end, on all ranks: what is
-    # left is still a valid order
+    # The plan needs 2 p - 1 micro-batches. With fewer, plan for that many, and drop the actions of
+    # the extra ones at the end, on every rank
     padded = max(microbatches, 2 * ranks - 1)
     # Fill, in row 0 up to "{2": forwards, until the first micro-batch is back from the last rank
     row.add("F" * (2 * (ranks - rank) - 1), near)
@@ -271,8 +281,8 @@ def zb_v(rank, ranks, microbatches):
 
 
 def dualpipev(rank, ranks, microbatches):
-    """DualPipe's actions, with the stages of zb_v. The phases are those of DeepSeek's code. In 4, 5
-    dualpipe.py overlaps each forward with the backward that follows."""
+    """DualPipe's actions, with the stages of zb_v. The phases are those of DeepSeek's code. In
+    phases 4 and 5 dualpipe.py overlaps each forward with the backward that follows."""
     if microbatches < 2 * ranks:
         count = f"at least {2 * ranks} micro-batches, twice as many as ranks"
         raise ValueError(f"dualpipev needs {count}, not {microbatches}")
@@ -282,7 +292,6 @@ def dualpipev(rank, ranks, microbatches):
     row.add("F" * (2 * later_ranks), near)
     row.add("F", *[near, far] * (rank + 1))  # 2: the V is full: forwards of both sides in turn
     row.add("IWF" * later_ranks, far)  # 3: the far side's first backwards, in two parts
-    row.counts["B", far] = later_ranks  # the next micro-batch's backward is whole
     for _ in range(microbatches - 2 * ranks + rank + 1):  # 4: forward and backward of both sides
         row.add("F", near)
         row.add("BF", far)
@@ -290,16 +299,15 @@ def dualpipev(rank, ranks, microbatches):
     for _ in range(later_ranks):  # 5: no forwards of the near side are left
         row.add("BF", far)
         row.add("B", near)
-    sides = [far, near] * (rank + 1)  # 6: backwards only, the first half of them whole
-    row.add("B", *sides[: rank + 1])
-    for stage in (near, far):  # the next ones are in two parts
-        row.counts["I", stage] = row.counts["W", stage] = row.counts["B", stage]
-    row.add("I", *sides[rank + 1 :])
-    waiting_w = sides[rank + 1 :] + [near] * later_ranks  # stages whose W is to come, in order
-    for stage in waiting_w[:later_ranks]:  # 7: the last I of the near side, with W in between
+    sides = [far, near] * (rank + 1)
+    whole, split = sides[: rank + 1], sides[rank + 1 :]
+    row.add("B", *whole)  # 6: backwards only. The first half is whole
+    row.add("I", *split)  #    the second half in two parts
+    pending = split + [near] * later_ranks  # stages in the order of their I, those of 7 too
+    for stage in pending[:later_ranks]:  # 7: the last I of the near side, each after a W
         row.add("W", stage)
         row.add("I", near)
-    row.add("W", *waiting_w[later_ranks:])  # 8: the W that are left
+    row.add("W", *pending[later_ranks:])  # 8: the W that are left
     return row
 
 
@@ -313,10 +321,10 @@ ALL_SCHEDULES = WHOLE | SPLIT
 def find_schedule(name, ranks, microbatches, chunks=None):
     """The schedule of that name. chunks: stages per rank of interleaved; others have their own
     number. Raises ValueError where none exists for these numbers."""
-    row, options = ALL_SCHEDULES[name], {}
+    make_row, options = ALL_SCHEDULES[name], {}
     if chunks and name == "interleaved":
         options["chunks"] = chunks
-    return Schedule(row(rank, ranks, microbatches, **options) for rank in range(ranks))
+    return Schedule(make_row(rank, ranks, microbatches, **options) for rank in range(ranks))
 
 
 # --- demo ---

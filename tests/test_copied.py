@@ -407,8 +407,8 @@ def test_usage_of_context_parallel(cp, kind):
 @pytest.mark.parametrize(
     "of, ranks, microbatches, schedule",
     [
-        ("plain_gpipe", 3, 2, None),  # fewer than ranks
-        ("plain_gpipe", 3, 4, None),
+        ("plain_pipeline", 3, 2, "gpipe"),  # fewer than ranks
+        ("plain_pipeline", 3, 4, "one_f_one_b"),
         ("Pipeline", 2, 4, None),
         ("Pipeline", 2, 4, "zb-v"),
     ],
@@ -425,13 +425,15 @@ def test_usage_of_pipelines(copied, of, ranks, microbatches, schedule):
         names = dict(rank=rank, ranks=ranks, microbatches=microbatches, batches=batches, F=F)
         names |= dict(embedding=embedding, blocks=blocks, head=head, layers=list(use.model))
         names |= dict(device="cpu", dtype=torch.float64, b=ROWS // microbatches, T=LENGTH, C=13)
-        if schedule:
+        names |= dict(r=rank, p=ranks, m=microbatches)
+        if of == "Pipeline" and schedule:
             names["Schedule"] = lambda rows: zb.find_schedule(schedule, ranks, microbatches)
             names["Pipeline"] = zb.SplitPipeline
         torch.set_default_dtype(torch.float64)
         code = usage(getattr(pp, of)).replace("torch.optim.AdamW", "torch.optim.SGD")
+        code = code.replace("(stage, one_f_one_b", f"(stage, {schedule}")
         exec(code, names := vars(pp) | names)
-        trained = names.get("parameters") or names["stage"].parameters()
+        trained = names.get("held", names.get("stage")).parameters()
         assert_trained({p.full_name: p for p in trained}, whole)
 
     copied("pipeline zero_bubble", ranks, work)

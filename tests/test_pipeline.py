@@ -411,24 +411,6 @@ def test_deferred_gradients_come_last_layer_first():
     assert order == [3, 2, 1, 0]
 
 
-def test_forward_only_frees_graphs_even_with_gradients_on(ranks):
-    def work(rank):
-        alive, most = weakref.WeakSet(), []
-        weight = torch.ones(2, requires_grad=True)
-
-        def forward(stage, m, x):
-            most.append(len(alive))
-            y = (torch.ones(2) if x is None else x) * weight
-            alive.add(y)
-            return y
-
-        some = pp.forward_only(zb.find_schedule("gpipe", 1, 4))
-        pp.Pipeline(some, forward, (2,), torch.float32, "cpu").run()
-        return max(most)
-
-    assert ranks(1, work) == [0]
-
-
 def test_equals_pytorchs_pipelining(ranks):
     """The same weights after 4 steps as torch.distributed.pipelining with the same stages."""
     # Imported here: once, and not in every rank
