@@ -49,7 +49,7 @@ def cut(layers, stages):
     return [nn.Sequential(*layers[start:end]) for start, end in itertools.pairwise(borders)]
 
 
-def plain_pipeline(stage, row, inputs, targets, loss_fn, like, down, up):
+def plain_pipeline(stage, row, inputs, targets, loss_fn, like, down, up, run_w=None):
     """One step of this rank: `row` is its line of the picture, "F" a forward, "B" a backward.
     Gradients are left in .grad. For rank r of p, with m micro-batches:
 
@@ -70,7 +70,8 @@ def plain_pipeline(stage, row, inputs, targets, loss_fn, like, down, up):
             losses = plain_pipeline(stage, one_f_one_b, inputs, targets, loss_fn, like, down, up)
             optimizer.step()
 
-    like: a tensor with the shape, dtype and device of what stages send each other."""
+    like: a tensor with the shape, dtype and device of what stages send each other. run_w: what to
+    call for "W", of zero_bubble.py."""
     rank, last = dist.get_rank(down), dist.get_world_size(down) - 1
     batches = zip(inputs, targets)  # rank 0 reads the inputs, the last rank the targets
     saved, losses, sends = collections.deque(), [], []
@@ -88,6 +89,8 @@ def plain_pipeline(stage, row, inputs, targets, loss_fn, like, down, up):
                 y = loss_fn(y, target)
                 losses.append(y.detach())
             saved.append((x, y))
+        elif kind == "W":
+            run_w()
         else:
             x, y = saved.popleft()  # the oldest micro-batch
             gradient = None  # y is the loss: backward starts here

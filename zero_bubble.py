@@ -36,11 +36,21 @@ import contextlib
 import functools
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from pipeline import Pipeline, Row, Schedule, StageRunner, gpipe, interleaved, one_f_one_b
+from pipeline import (
+    Pipeline,
+    Row,
+    Schedule,
+    StageRunner,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    plain_pipeline,
+)
 
 # --- the plainest form: a linear layer whose backward is cut in two
 
@@ -77,8 +87,8 @@ def weight_gradient(x, gradient):
 
 
 # --- what it is for: 1F1B with weight gradients where a rank would wait
-#     F    y = stage(x), sent on                   as in pipeline.plain_pipeline
-#     I    y.backward(gradient), x.grad sent       as its B: of all layers, without weights
+#     F    y = stage(x), sent on
+#     I    y.backward(gradient), x.grad sent       of all layers, but not of their weights
 #     W    layer.backward_weight() of each layer   nothing is sent
 
 
@@ -102,6 +112,19 @@ def zb_h1(rank, ranks, microbatches, reach=1):
             row.add("W", rank)
     row.add("W" * put_off, rank)
     return row
+
+
+def plain_zb_h1(stage, inputs, targets, loss_fn, like, down, up):
+    """plain_pipeline with this row, for a stage whose linear layers are SplitLinears."""
+    rank, ranks = dist.get_rank(down), dist.get_world_size(down)
+    row = [action.kind for action in zb_h1(rank, ranks, len(inputs))]
+    split = [layer for layer in stage.modules() if isinstance(layer, SplitLinear)]
+
+    def run_w():
+        for layer in split:
+            layer.backward_weight()
+
+    return plain_pipeline(stage, row, inputs, targets, loss_fn, like, down, up, run_w)
 
 
 # --- the executor: a Pipeline for F, I and W

@@ -10,6 +10,7 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from reference import CONFIGS, batch, case, make_optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -491,3 +492,31 @@ def test_compare(capsys, monkeypatch):
     }.items():
         with pytest.raises(harness.Refused, match=words):
             lines(flags)
+
+
+def test_the_plain_zero_bubble_equals_one_process(ranks):
+    g = torch.Generator().manual_seed(0)
+    weights = [torch.randn(4, 4, generator=g).double() for _ in range(3)]
+    inputs, targets = torch.randn(2, 5, 2, 4, generator=g).double()
+
+    def loss_fn(y, target):
+        return (y - target).square().sum()
+
+    def layer(weight):
+        linear = zb.SplitLinear(4, 4, bias=False).double()
+        linear.weight.data = weight.clone()
+        return torch.nn.Sequential(linear, torch.nn.Tanh())
+
+    def work(rank):
+        stage, x = layer(weights[rank]), inputs.clone().requires_grad_()
+        given = stage, x.unbind(), targets.unbind(), loss_fn, x[0].detach()
+        losses = zb.plain_zb_h1(*given, dist.new_group(), dist.new_group())
+        whole = [weight.clone().requires_grad_() for weight in weights]
+        for weight in whole:
+            x = (x @ weight.T).tanh()
+        loss = loss_fn(x, targets)
+        loss.backward()
+        torch.testing.assert_close(stage[0].weight.grad, whole[rank].grad, rtol=1e-12, atol=1e-12)
+        assert rank < 2 or float(sum(losses)) == pytest.approx(loss.item(), rel=1e-12)
+
+    ranks(3, work)
