@@ -277,13 +277,13 @@ class ShardedMuon(PlainMuon):
 
     found_inf = None  # a tensor: where it is 1 a step changes nothing, as in torch's optimizers
 
-    def step_on(self, p, lr, **settings):
+    def step_on(self, p, settings):
         if self.found_inf is not None:
             # lr = 0 keeps the weights. A gradient that equals the average keeps the average
             average = self.state[p].get("average", 0.0)
             p.grad.copy_(torch.where(self.found_inf > 0, average, p.grad))
-            lr = lr * (1 - self.found_inf.double())
-        super().step_on(p, lr, **settings)
+            settings = settings | {"lr": settings["lr"] * (1 - self.found_inf.double())}
+        super().step_on(p, settings)
 
 
 class ComposedMuon(Muon):

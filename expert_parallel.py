@@ -2,8 +2,8 @@
 
 A mixture replaces the one MLP of a block by E MLPs, the experts. A router, a linear layer, scores
 the experts for each token. The token goes to the k best. y is the sum of their results, weighted by
-the router's scores. Here E = 4, k = 2, and N = 2 ranks have 4 tokens each. A digit is a row: a
-token on its way to the expert of that number.
+the router's scores. Here E = 4, k = 2, and N = 2 ranks have 4 tokens each. Each digit is a row: a
+copy of a token, on its way to the expert with that number. | separates the ranks.
 
              rows to send,        all-to-all:                sorted again,          all-to-all back:
              sorted by expert     from rank 0  from rank 1   for its experts        weigh, add up
@@ -12,18 +12,19 @@ token on its way to the expert of that number.
 
 Split: the experts, and the batch (each rank has its own tokens). A rank's experts are consecutive,
 so rows that are sorted by expert are sorted by rank. How many rows go where depends on the routing:
-ranks first tell each other, and the host (the CPU) waits to read the numbers. If routing is uneven,
-all ranks wait for the one with the most rows: a balance loss (model.py) or `capacity` limits that.
+ranks first exchange these counts, and the host (the CPU) waits for them. If routing is uneven, all
+ranks wait for the fullest. A balance loss (expert_balance.py) or `capacity` makes it more even.
 
-Sent: rows (dispatch), their results (combine), and in backward the gradients of both. n tokens per
-rank make k n rows of C elements, e bytes each. Of these r = (N-1)/N leave the rank, if routing is
-even: 4 r k n C e bytes per layer, and 8 r E bytes of counts. Once a step: 2 r P e, to all-reduce
-the P other parameters.
+Sent: rows (dispatch), their results (combine), and in backward the gradients of both. A rank's n
+tokens make k n rows of C elements; an element has e bytes. r = (N-1)/N of the rows leave the rank,
+if routing is even: 4 r k n C e bytes per layer and micro-batch, and 8 r E of counts for each chunk.
+Once a step: 2 r P e, to all-reduce the P other parameters.
 
-Backward: each row's gradient goes back the way the row came. An expert computes its rows of the
-whole batch, so its gradient is complete, if each rank divides its loss by the number of all tokens.
-The gradients of all other parameters, the router's too, are all-reduced.
-Not worth it where each rank can hold all experts and has many tokens (docs/learn/experts.md).
+Backward: each row's gradient goes back the way the row came. An expert sees all rows of the batch
+that chose it, so its gradient needs no all-reduce. For the right scale each rank divides its loss
+by the number of tokens of all ranks. The gradients of all other parameters, the router's too, are
+all-reduced.
+Not worth it where each rank can hold all experts, and has many tokens (docs/learn/experts.md).
 
     torchrun --nproc_per_node=4 expert_parallel.py      python expert_parallel.py --experts 5
 
@@ -41,12 +42,14 @@ from torch.autograd.function import once_differentiable
 
 
 def plain_dispatch(x, router_weights, chosen, experts, expert_count, group):
-    """x (n, C) -> y (n, C), by the router's weights (n, k) and its choices, `chosen` (n, k). Each
-    of N ranks has expert_count / N experts. experts(rows, rows_per_expert): runs this rank's on
-    rows (m, C), which are sorted by expert, and returns (m, C), row for row.
+    """Send each token of x (n, C) to its k experts. Returns the weighted sums of their results,
+    (n, C). router_weights, chosen: (n, k). Each of N ranks has expert_count / N experts:
+    experts(rows, rows_per_expert) computes those of this rank. rows (m, C) come sorted by expert,
+    and the results (m, C) keep that order.
 
-    Not checked: x must require a gradient on every rank, or backward waits for ever. ExpertDispatch
-    needs no such promise, takes any number of experts, and overlaps the messages."""
+    Not checked: x must require a gradient on every rank. Where it does not, autograd skips the
+    all-to-alls of backward, and the other ranks wait for ever. ExpertDispatch, below, needs no such
+    promise, takes any number of experts, and overlaps the messages."""
     world = dist.get_world_size(group)
     # Sort by expert, and so by rank. Each token makes k rows
     order = chosen.flatten().argsort(stable=True)  # (n k,)
@@ -63,9 +66,10 @@ def plain_dispatch(x, router_weights, chosen, experts, expert_count, group):
     results = run_experts(experts, rows, incoming)
     # Send back
     results = AllToAll.apply(results, receive_counts, send_counts, group)  # (n k, C), as sent
-    # Weigh and add up. The router's weights may have a wider dtype than x
+    # Weigh and add up
     results = results * router_weights.flatten()[order].unsqueeze(1)
-    return torch.zeros_like(x).index_add(0, token_of_row, results.to(x.dtype))
+    results = results.to(x.dtype)  # the router's weights may have a wider one
+    return torch.zeros_like(x).index_add(0, token_of_row, results)
 
 
 class AllToAll(torch.autograd.Function):
@@ -74,7 +78,7 @@ class AllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rows, send_counts, receive_counts, group):
-        ctx.way_back = receive_counts, send_counts, group
+        ctx.way_back = receive_counts, send_counts, group  # the same, with the counts swapped
         arrived = rows.new_empty(sum(receive_counts), rows.shape[1])
         dist.all_to_all_single(arrived, rows.contiguous(), receive_counts, send_counts, group=group)
         return arrived
@@ -85,12 +89,13 @@ class AllToAll(torch.autograd.Function):
 
 
 def run_experts(experts, rows, incoming):
-    """The rows arrived by rank. Sorts them by expert, runs the experts, and puts the results back
-    in the order of arrival. incoming (N, local_experts): how many rows each rank sent to each."""
+    """rows (m, C) arrived sorted by rank. Sorts them by expert, runs the experts, and returns the
+    results in the order of arrival. incoming (N, local_experts): how many rows each rank sent to
+    each expert, such as [[2, 1], [1, 2]] for rows of the experts 0 0 1 0 1 1."""
     world, local_experts = incoming.shape
-    expert_of_row = torch.arange(local_experts, device=rows.device).repeat(world)
-    # (m,). output_size: else the host would wait for the device
-    expert_of_row = expert_of_row.repeat_interleave(incoming.flatten(), output_size=len(rows))
+    experts_here = torch.arange(local_experts, device=rows.device).repeat(world)
+    # output_size is known: without it the host would wait for the device
+    expert_of_row = experts_here.repeat_interleave(incoming.flatten(), output_size=len(rows))
     by_expert = expert_of_row.argsort(stable=True)
     rows = rows.index_select(0, by_expert)
     results = experts(rows, incoming.sum(0))
@@ -105,45 +110,45 @@ def run_experts(experts, rows, incoming):
 
 
 def expert_counts(expert_count, world):
-    """How many experts each rank has. Where they don't divide, the first ranks have one more."""
+    """How many experts each rank has. If they don't divide, the first ranks have one more."""
     if expert_count < world:
         raise ValueError(f"{expert_count} experts are too few for {world} ranks: each needs one")
-    each, more = divmod(expert_count, world)
-    return [each + 1 if rank < more else each for rank in range(world)]
+    each, extra = divmod(expert_count, world)
+    return [each + 1 if rank < extra else each for rank in range(world)]
 
 
 def shard_experts(parameter, group, data_group=None):
-    """This rank's experts of a parameter (E, ...), as a new parameter: put it in the old one's
-    place, then make the optimizer. Its `placement` says which shard it is (of experts that are
-    modules of their own you write it: docs/use/two-techniques.md).
+    """Cut a parameter (E, ...) to this rank's experts. Returns a new parameter: put it in the old
+    one's place, and then make the optimizer. Its `placement` says which part it is, for sums, norms
+    and checkpoints. Of experts that are modules write it yourself: docs/use/two-techniques.md.
 
-    data_group: where data parallelism has more ranks than `group`, the ranks that hold the same
-    experts. The gradients of these must be summed over it."""
+    data_group: the ranks that hold the same experts, if data parallelism has more ranks than
+    `group`. Their gradients must be summed over it."""
     group = group or dist.group.WORLD
     rank = dist.get_rank(group)
     sizes = expert_counts(len(parameter), dist.get_world_size(group))
     part = parameter.detach().split(sizes)[rank].clone()
     part = nn.Parameter(part, requires_grad=parameter.requires_grad)
-    part.__dict__.update(parameter.__dict__)  # attributes that other techniques have put there
-    whole = {"shape": tuple(parameter.shape), "cuts": {}} | getattr(parameter, "placement", {})
-    cuts = whole["cuts"] | {0: (group, sum(sizes[:rank]), sizes[rank])}  # {dimension: which part}
-    part.placement = whole | {"cuts": cuts, "data": data_group}
+    part.__dict__.update(parameter.__dict__)  # keep attributes of other techniques
+    placement = {"shape": tuple(parameter.shape), "cuts": {}} | getattr(parameter, "placement", {})
+    cuts = placement["cuts"] | {0: (group, sum(sizes[:rank]), sizes[rank])}  # dimension 0: a slice
+    part.placement = placement | {"cuts": cuts, "data": data_group}
     return part
 
 
-def is_split(parameter, group):
-    """Whether each rank of the group has another shard of the parameter."""
-    groups = [cut[0] for cut in getattr(parameter, "placement", {}).get("cuts", {}).values()]
-    check_sum(group, groups)
-    return group in groups
+def groups_cutting(parameter):
+    """The groups whose ranks have different parts of a parameter."""
+    cuts = getattr(parameter, "placement", {}).get("cuts", {})
+    return [group for group, _, _ in cuts.values()]
 
 
 def sum_replicated_gradients(parameters, group):
     """Sum the gradients of all parameters that are not split over the group, in one all-reduce.
     Call it once a step, after the last backward pass; then with the data_group, if there is one."""
     group = group or dist.group.WORLD
-    replicated = [p for p in parameters if p.requires_grad and not is_split(p, group)]
+    replicated = [p for p in parameters if p.requires_grad and group not in groups_cutting(p)]
     for p in replicated:
+        check_same_experts(p, group)
         if p.grad is None:  # zeros: if it were skipped on one rank only, replicas would drift apart
             p.grad = torch.zeros_like(p)
         mark_summed(p, group)
@@ -174,7 +179,7 @@ def sum_replicated_gradients(parameters, group):
 #         loss.backward()
 #     sum_replicated_gradients(model.parameters(), group)  # then step
 #
-# A norm to clip by must count all ranks' experts: take tensor_parallel.py's grad_norm.
+# A norm to clip by must count all ranks' experts: composition.py's norm_in_grid does.
 # docs/fix/not-checked.md lists the mistakes that nothing catches.
 
 # --- the all-to-all in two halves: computation fits in between
@@ -187,11 +192,11 @@ class Transfer:
     forward     sends rows            -->    waits for rows
     backward    waits for gradients   <--    sends gradients
 
-    Autograd runs nodes in the reverse of forward's order. Forward's order is the same on all ranks,
-    so backward's messages meet. before_wait(): called before each wait, see ExpertDispatch."""
+    Autograd runs nodes in the reverse of forward's order, which is the same on all ranks. So in
+    backward, too, the n-th message of a rank meets the n-th of the others."""
 
     def __init__(self, send_counts, receive_counts, group, before_wait):
-        self.counts = send_counts, receive_counts
+        self.send_counts, self.receive_counts = send_counts, receive_counts
         self.group, self.before_wait = group, before_wait
 
     def start(self, rows, send_counts, receive_counts):
@@ -215,7 +220,7 @@ class Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, transfer):
         ctx.transfer = transfer
-        transfer.start(rows, *transfer.counts)
+        transfer.start(rows, transfer.send_counts, transfer.receive_counts)
         return rows.new_empty(0)
 
     @staticmethod
@@ -235,7 +240,8 @@ class Wait(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
-        ctx.transfer.start(gradient, *reversed(ctx.transfer.counts))  # the other way
+        transfer = ctx.transfer
+        transfer.start(gradient, transfer.receive_counts, transfer.send_counts)  # the other way
         return gradient.new_empty(0), None
 
 
@@ -245,17 +251,17 @@ class Wait(torch.autograd.Function):
 class ExpertDispatch(nn.Module):
     """Like plain_dispatch, overlapped: dispatch(x, router_weights, chosen, experts) -> (n, C).
 
-    expert_count: E. chosen: experts' numbers, int64, 0..E-1.
-    experts(rows, rows_per_expert): as in plain_dispatch. rows_per_expert is int64. A rank may get
-    no rows: the result must have the same dtype then.
-    meanwhile(): called once, while rows travel, for what needs no expert, such as a shared MLP. Its
-    result is not returned: keep it yourself.
-    chunks: how many parts the tokens are cut into. One is computed while others travel.
-    capacity: an expert takes at most capacity k n / E of a rank's rows: drop_late. None: all rows.
-    before_wait(): called before each wait: dualpipe.py runs another micro-batch there.
+    expert_count  E
+    chunks        how many parts the tokens are cut into: one is computed while others travel
+    capacity      an expert takes at most capacity k n / E of a rank's rows (drop_late). None: all
+    before_wait   called before each wait: dualpipe.py runs another micro-batch there
+    chosen        experts' numbers, int64, 0..E-1
+    experts       as in plain_dispatch. A rank may get no rows: its result still has the usual dtype
+    meanwhile     called once, while rows travel, for what needs no expert, such as a shared MLP.
+                  Its result is not returned: keep it yourself
 
-    All ranks must call this equally often, backward too, with the same numbers of experts and
-    chunks: otherwise they wait for ever. A rank without tokens gives x (0, C).
+    All ranks must run as many forwards and backwards, with the same numbers of experts and chunks:
+    otherwise they wait for ever. A rank without tokens gives x (0, C).
 
     What is computed, and what travels meanwhile, with 2 chunks:
 
@@ -272,34 +278,37 @@ class ExpertDispatch(nn.Module):
         check_chosen(chosen, self.expert_count)
         if self.capacity is not None:
             chosen = drop_late(chosen, self.expert_count, self.capacity)
-        # If all lower layers are frozen, x needs no gradient. Ask for one all the same: the
-        # backward passes of other ranks wait for this rank's all-to-alls
+        # If all lower layers are frozen, x needs no gradient. Turn it on: other ranks' backward
+        # passes wait for this rank's all-to-alls
         if torch.is_grad_enabled() and not x.requires_grad:
             x = x.detach().requires_grad_()
         choices = chosen.tensor_split(self.chunks)
         counts = self.exchange_counts([part.flatten() for part in choices])
         parts = x.tensor_split(self.chunks), router_weights.tensor_split(self.chunks), choices
-        chunks = [self.run_chunk(experts, *chunk) for chunk in zip(*parts, *counts)]
-        for chunk in chunks:
-            next(chunk)  # sort the rows, send them
+        running = [self.run_chunk(experts, *arguments) for arguments in zip(*parts, *counts)]
+        # 1  Sort the rows of each chunk, and send them
+        for chunk in running:
+            next(chunk)
         meanwhile()
-        for chunk in chunks:
-            next(chunk)  # wait for rows, run the experts, send the results
-        return torch.cat([next(chunk) for chunk in chunks])  # wait for results, weigh, add up
+        # 2  Wait for a chunk's rows, run the experts, send the results
+        for chunk in running:
+            next(chunk)
+        # 3  Wait for a chunk's results, weigh, add up
+        return torch.cat([next(chunk) for chunk in running])
 
     def run_chunk(self, experts, x, router_weights, chosen, send_counts, receive_counts, incoming):
         """plain_dispatch without the counts. At a `yield` it stops, and others run."""
-        # A dropped choice has the number E: it comes last, and is cut off
-        order = chosen.flatten().argsort(stable=True)[: sum(send_counts)]
+        kept = sum(send_counts)  # a dropped choice has the number E: it comes last, and is cut off
+        order = chosen.flatten().argsort(stable=True)[:kept]
         token_of_row = order // chosen.shape[1]
         dispatch = Transfer(send_counts, receive_counts, self.group, self.before_wait)
         combine = Transfer(receive_counts, send_counts, self.group, self.before_wait)
-        sent = Start.apply(x.index_select(0, token_of_row), dispatch)
+        edge = Start.apply(x.index_select(0, token_of_row), dispatch)
         yield
-        results = run_experts(experts, Wait.apply(sent, dispatch), incoming)
-        sent = Start.apply(results, combine)
+        results = run_experts(experts, Wait.apply(edge, dispatch), incoming)
+        edge = Start.apply(results, combine)
         yield
-        results = Wait.apply(sent, combine) * router_weights.flatten()[order].unsqueeze(1)
+        results = Wait.apply(edge, combine) * router_weights.flatten()[order].unsqueeze(1)
         yield torch.zeros_like(x).index_add(0, token_of_row, results.to(x.dtype))
 
     def exchange_counts(self, choices):
@@ -308,20 +317,25 @@ class ExpertDispatch(nn.Module):
 
         send_counts, receive_counts: how many rows go to each rank, and come from it, as lists
         incoming (N, local_experts): how many come from each rank for each expert here"""
-        world, chunks = len(self.experts_per_rank), len(choices)
-        local_experts = self.experts_per_rank[dist.get_rank(self.group)]
-        outgoing = choices[0].new_zeros(self.expert_count + 1, chunks)  # E: the dropped
-        for column, chosen in zip(outgoing.unbind(1), choices):
-            column.scatter_add_(0, chosen, torch.ones_like(chosen))  # bincount waits for the device
-        outgoing = outgoing[:-1]  # (E, chunks)
-        incoming = outgoing.new_empty(world * local_experts, chunks)
-        split_sizes = [local_experts] * world, self.experts_per_rank
-        dist.all_to_all_single(incoming, outgoing, *split_sizes, group=self.group)
-        incoming = incoming.view(world, local_experts, chunks)
+        world, here = len(self.experts_per_rank), self.experts_per_rank[dist.get_rank(self.group)]
+        outgoing = [count_rows(chosen, self.expert_count) for chosen in choices]
+        outgoing = torch.stack(outgoing, dim=1)  # (E, chunks)
+        incoming = outgoing.new_empty(world * here, len(choices))
+        dist.all_to_all_single(
+            incoming, outgoing, [here] * world, self.experts_per_rank, group=self.group
+        )
+        incoming = incoming.view(world, here, -1)
         to_ranks = torch.stack([part.sum(0) for part in outgoing.split(self.experts_per_rank)])
-        counts = torch.stack((to_ranks, incoming.sum(1)))  # (2, N, chunks)
-        send_counts, receive_counts = counts.mT.tolist()  # the host waits for the device, once
+        counts = torch.stack((to_ranks.T, incoming.sum(1).T))  # (2, chunks, N)
+        send_counts, receive_counts = counts.tolist()  # the host waits for the device, once
         return send_counts, receive_counts, incoming.unbind(2)
+
+
+def count_rows(chosen, expert_count):
+    """How many choices each expert has, (E,), without the dropped ones, E. (For bincount the host
+    would wait.)"""
+    counts = chosen.new_zeros(expert_count + 1)
+    return counts.scatter_add_(0, chosen, torch.ones_like(chosen))[:expert_count]
 
 
 # --- capacity: an expert refuses rows beyond its share
@@ -343,26 +357,27 @@ def drop_late(chosen, expert_count, capacity):
 
 
 def check_chosen(chosen, expert_count):
-    """Else E would pass for a dropped choice. The host does not wait for _assert_async."""
+    """E stands for a dropped choice: a wrong number could drop a token, silently. No host waits for
+    _assert_async."""
     valid = (chosen >= 0) & (chosen < expert_count)
-    why = f"a token chose an expert that is not one of the {expert_count}"
-    torch._assert_async(valid.all(), why)
+    message = f"a token chose an expert that is not one of the {expert_count}"
+    torch._assert_async(valid.all(), message)
 
 
-def check_sum(group, cut_groups):
-    """Else gradients of different experts would be added up, as in a sum over all data-parallel
-    ranks of which some share the experts."""
+def check_same_experts(parameter, group):
+    """Refuse a group in which ranks hold different experts of a parameter: the sum would mix their
+    gradients. So it would be over all data-parallel ranks, if experts are split over some."""
     ranks = set(dist.get_process_group_ranks(group))
-    for other in cut_groups:
-        if other is not group and len(ranks & {*dist.get_process_group_ranks(other)}) > 1:
+    for other in groups_cutting(parameter):
+        if len(ranks.intersection(dist.get_process_group_ranks(other))) > 1:
             advice = "sum over the group that they are split over, then over data_group"
             raise ValueError(f"ranks of this group hold different experts: {advice}")
 
 
 def mark_summed(parameter, group):
-    """Called before a sum. From then on refuses a second sum over the group, and a backward pass,
-    which would add an unsummed gradient to the sum, until the gradient changes: torch counts a
-    tensor's changes in its _version. Clipping is a change too: after it nothing is refused."""
+    """Called before a sum over the group. Then refuses a second one, and a backward pass, which
+    would add an unsummed gradient, until the gradient changes: torch raises a tensor's _version
+    with every change in place. Clipping is one, too: after it nothing is refused."""
 
     def refuse(versions):
         if parameter.grad is not None and parameter.grad._version in versions:
@@ -383,8 +398,9 @@ def mark_summed(parameter, group):
 
 
 def parallelize_experts(model, group, data_group=None, **options):
-    """Give each rank of the group some experts of a GPT, in place: on the meta device or with
-    weights, before the optimizer is made; beside tensor parallelism after parallelize_tensors."""
+    """Give each rank of the group some experts of a GPT, in place, with weights or on the meta
+    device. Call it before you make the optimizer; with tensor parallelism after
+    parallelize_tensors."""
     group = group or dist.group.WORLD
     for mixture in [block.mlp for block in model.blocks.values()]:
         for name, p in list(mixture.experts.named_parameters()):
@@ -420,7 +436,7 @@ def main():
 
 def demo(run):
     args, group = run.args, dist.group.WORLD
-    run.groups(ep=group)  # the receipt's name for it
+    run.groups(ep=group)  # its name in the receipt
     options = dict(capacity=args.capacity, chunks=args.chunks)
     model = run.fill(parallelize_experts(run.meta_model(), group, **options))
     parameters = list(model.parameters())
@@ -430,7 +446,7 @@ def demo(run):
         optimizer.zero_grad(set_to_none=False)  # gradients stay in memory: the receipt counts them
         loss = run.zero()
         for tokens, targets, samples in run.microbatches(step, run.rank, run.world):
-            # The sum over this rank's tokens, divided by the number of the global batch's
+            # target_count: the tokens of the global batch
             part = model(tokens, targets=targets, target_count=run.target_count, sample_ids=samples)
             part.backward()
             loss += part.detach()
@@ -442,7 +458,7 @@ def demo(run):
         optimizer.step()
         run.log(loss, norm)
         report.after(step)
-        # Moves the routers' biases towards even load (--bias-rate), zeroes their counts
+        # Zeroes the routers' loads; with --bias-rate moves their biases towards an even one
         expert_balance.rebalance(model, lambda load: dist.all_reduce(load, group=group))
     report.show_load()
     return run.receipt({"ep": run.world, "chunks": args.chunks}, *report.of_demo())

@@ -5,16 +5,17 @@
     matrix B    g0 + g1 + g2 -->  rank 1: momentum -> Newton-Schulz -> step   --> new B
     embedding   g0 + g1 + g2 -->  ranks 0, 1 and 2: AdamW on a third each     --> new embedding
 
-Muon replaces a matrix's momentum U S V^T (its SVD) by about U V^T, so that all directions move
-alike. Five Newton-Schulz steps do it. They need a whole matrix, no shard of it: it has one owner.
+Muon replaces a matrix's momentum, U S V^T in its singular value decomposition, by nearly U V^T: all
+directions move equally far. Five Newton-Schulz steps compute it. They need the whole matrix, so
+each matrix has one owner.
 
 Split     Each of the layers' matrices goes to one rank, so that all ranks have about equal work.
           All other parameters take AdamW, which works on any piece: each rank owns 1/N of each.
 Sent      On average 2 r P e bytes per rank, as in ZeRO-1, with P parameters of e bytes, N ranks,
           r = (N-1)/N. One reduce takes a matrix's gradient to its owner, one broadcast brings the
-          new matrix to all. AdamW's parameters have N owners: N reduces, N broadcasts.
-Held      Weights and gradients whole, and 1/N of the states: the momentum, one number per element
-          of a matrix, and AdamW's two.
+          new matrix to all. A parameter of AdamW has N owners, so N reduces and N broadcasts.
+Held      Weights and gradients whole, and 1/N of the optimizer's states: of a matrix one number per
+          element (the momentum), of AdamW's parameters two.
 Computed  Per step, on the owner: 20 m^2 n + 10 m^3 FLOPs for a matrix of m x n, m <= n.
 Backward  The model's own. A matrix is reduced as soon as its gradient is there.
 Use       For the layers of a language model: a lower loss than AdamW's after as many tokens.
@@ -37,15 +38,15 @@ import torch.nn as nn
 
 
 def orthogonalize(matrix, dtype=None):
-    """About U V^T of a matrix U S V^T, or of each matrix in a stack (..., rows, columns). dtype: of
-    the iteration; None: the matrix's.
+    """Nearly U V^T of a matrix U S V^T, or of each matrix in a stack (..., rows, columns). dtype:
+    what the iteration computes in. None: as the matrix.
 
     Five Newton-Schulz steps change each singular value s. At first s <= 1, because the matrix is
-    divided by its norm. Jordan's factors lift small s fast and don't converge: all s above 0.002
-    end between 0.68 and 1.21, near enough to 1."""
-    a, b, c = 3.4445, -4.7750, 2.0315
+    divided by its norm. Jordan's factors lift small s fast, but don't converge: any s from 0.002 to
+    1 ends between 0.68 and 1.21. That is near enough to 1."""
     if matrix.shape[-2] > matrix.shape[-1]:
-        return orthogonalize(matrix.mT, dtype).mT  # products of the shorter side are cheaper
+        return orthogonalize(matrix.mT, dtype).mT  # so that `gram` has the shorter side
+    a, b, c = 3.4445, -4.7750, 2.0315
     norm = torch.linalg.matrix_norm(matrix, keepdim=True).clamp(min=1e-7)
     x = (matrix / norm).to(dtype or matrix.dtype)  # (..., m, n) with m <= n
     for _ in range(5):
@@ -60,10 +61,10 @@ class PlainMuon(torch.optim.Optimizer):
         matrices = [p for p in model.blocks.parameters() if p.dim() > 1]
         optimizer = PlainMuon(matrices, lr=1e-3)       # and an AdamW for all other parameters
 
-    The update's root mean square is about 0.2, as AdamW's, so both take the same learning rate
-    and weight decay (Moonlight). dtype=torch.bfloat16: the iteration is faster on GPUs.
-    p.matrix_rows = D: p is several matrices of D rows, one below the other, such as the heads of
-    q, k and v."""
+    The update's root mean square is about 0.2, as AdamW's (Moonlight; with Newton-Schulz 0.17). So
+    both take the same learning rate and weight decay. dtype=torch.bfloat16: the iteration is faster
+    on GPUs. p.matrix_rows, if it is set, as model.py does for q, k and v: p is a pile of matrices
+    of so many rows, one per head, and each is orthogonalised alone."""
 
     def __init__(self, matrices, lr=1e-3, weight_decay=0.1, momentum=0.95, dtype=None):
         defaults = dict(lr=lr, weight_decay=weight_decay, momentum=momentum, dtype=dtype)
@@ -74,22 +75,23 @@ class PlainMuon(torch.optim.Optimizer):
         for settings in self.param_groups:
             for p in settings["params"]:
                 if p.grad is not None:
-                    self.step_on(p, **settings)
+                    self.step_on(p, settings)
 
     @torch.no_grad()
-    def step_on(self, p, lr, weight_decay, momentum, dtype, **_):  # settings also have "params"
+    def step_on(self, p, settings):
+        lr, momentum = settings["lr"], settings["momentum"]
         state = self.state[p]
         if not state:
             state["average"] = torch.zeros_like(p)  # of gradients: the momentum
         state["average"].lerp_(p.grad, 1 - momentum)
         direction = p.grad.lerp(state["average"], momentum)  # Nesterov: as if a step ahead
-        p.mul_(1 - lr * weight_decay)
-        p.sub_(lr * self.update_of(direction, p, dtype))
+        p.mul_(1 - lr * settings["weight_decay"])
+        p.sub_(lr * self.update_of(direction, p, settings["dtype"]))
 
     def update_of(self, direction, p, dtype):
-        """The orthogonalised direction, with a root mean square of 0.2."""
+        """The orthogonalised direction, scaled to a root mean square of about 0.2."""
         rows = getattr(p, "matrix_rows", direction.shape[-2])
-        matrices = direction.reshape(-1, rows, direction.shape[-1])
+        matrices = direction.reshape(-1, rows, direction.shape[-1])  # one, or a pile of them
         # U V^T has the root mean square 1 / sqrt(longer side)
         scale = 0.2 * max(matrices.shape[-2:]) ** 0.5
         return scale * orthogonalize(matrices, dtype).view(direction.shape)
@@ -99,10 +101,13 @@ class PlainMuon(torch.optim.Optimizer):
 
 
 def step_by_owner(plain_muon, group):
-    """In place of plain_muon.step(), after backward on this rank's rows. Needs equal weights on all
-    ranks, and a gradient of every matrix on every rank: zeros, if it has none. All-reduce the
-    gradients of AdamW's parameters yourself (ddp.py), or the ranks' weights drift apart, silently.
-    Don't clip before it: p.grad is this rank's part, not the sum. Muon, below, can clip."""
+    """In place of plain_muon.step(), after a backward pass on this rank's part of the batch, whose
+    loss is divided by the targets of all ranks. Needs equal weights on all ranks, and a gradient of
+    every matrix on every rank, if only zeros.
+
+    Two things are left to you. All-reduce the gradients of AdamW's parameters (ddp.py), or the
+    ranks' weights drift apart, silently. Don't clip before it: p.grad is only this rank's part of
+    the sum. Muon, below, can clip."""
     matrices = [p for settings in plain_muon.param_groups for p in settings["params"]]
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     for i, p in enumerate(matrices):
@@ -114,7 +119,89 @@ def step_by_owner(plain_muon, group):
         dist.broadcast(p.data, group=group, group_src=i % ranks)
 
 
-# --- the same in full: reductions hide behind backward, broadcasts behind the owners' iterations
+# --- the same in full. It adds to step_by_owner:
+#     owners with equal work       deal_to_owners
+#     AdamW on 1/N of the rest     OwnedBucket without an owner: each rank owns a slice
+#     reductions during backward   Muon._arrived, in one order on all ranks
+#     broadcasts during the step   Muon.step: a matrix travels while its owner iterates on the next
+#     norm, clip                   each element counts once, where it is owned
+
+
+def flops(p, shape=None):
+    """FLOPs of a step's iterations on p, a matrix or a stack of them. shape: if not that of p."""
+    shape = shape or p.shape
+    m, n = sorted((getattr(p, "matrix_rows", shape[-2]), shape[-1]))
+    count = math.prod(shape) // (m * n)
+    return count * (20 * m * m * n + 10 * m**3)
+
+
+def deal_to_owners(matrices, ranks, work=flops):
+    """{matrix: the rank that owns it}: the largest first, each to the rank with the least to do."""
+    owners, loads = {}, [0] * ranks
+    for p in sorted(matrices, key=work, reverse=True):
+        owners[p] = loads.index(min(loads))
+        loads[owners[p]] += work(p)
+    return owners
+
+
+class OwnedBucket:
+    """A matrix, or parameters for AdamW, as two flat tensors: each p and p.grad is a view of them.
+
+    owner           the rank that owns the matrix. None: each rank owns a slice, for AdamW
+    owned           {rank: the elements that it owns}
+    own_slice       the elements that this rank owns
+    own_gradient    this rank's part of the gradients
+    pieces          for each parameter what this rank owns of it, as a parameter for an optimizer:
+                    p itself, a slice of it, or nothing
+    grads_per_step  how many gradients backward adds in a step. grads_left: how many are to come"""
+
+    def __init__(self, parameters, owner, group):
+        self.parameters, self.owner, self.group = parameters, owner, group
+        self.rank = dist.get_rank(group)
+        self.weights = torch.cat([p.detach().flatten() for p in parameters])
+        self.gradients = torch.zeros_like(self.weights)
+        self.owned = owned_slices(len(self.weights), owner, dist.get_world_size(group))
+        self.own_slice = self.owned.get(self.rank, slice(0, 0))
+        self.own_gradient = self.gradients[self.own_slice]
+        self.slices, self.pieces = [], []
+        end = 0
+        for p in parameters:
+            start, end = end, end + p.numel()
+            p.data = self.weights[start:end].view_as(p)
+            p.grad = self.gradients[start:end].view_as(p)
+            self.slices.append(slice(start, end))
+            self.pieces.append(p if owner == self.rank else self.piece(start, end))
+
+    def piece(self, start, end):
+        """What this rank owns of weights[start:end], maybe nothing."""
+        part = slice(max(start, self.own_slice.start), min(end, self.own_slice.stop))
+        piece = nn.Parameter(self.weights[part])
+        piece.grad = self.gradients[part]
+        return piece
+
+    def sum_on_owners(self):
+        """Start to sum the gradients, each element on its owner alone. Returns the messages: one
+        reduce per owner. (A reduce-scatter needs equal parts, and on gloo sends twice as much.)"""
+        return [
+            dist.reduce(self.gradients[part], group=self.group, group_dst=owner, async_op=True)
+            for owner, part in self.owned.items()
+        ]
+
+    def send_from_owners(self, flat):
+        """Start to bring the owners' elements of `weights` or `gradients` to all."""
+        return [
+            dist.broadcast(flat[part], group=self.group, group_src=owner, async_op=True)
+            for owner, part in self.owned.items()
+        ]
+
+
+def owned_slices(size, owner, ranks):
+    """{rank: the elements that it owns}. Without an owner each rank has an equal part of them."""
+    if owner is not None:
+        return {owner: slice(0, size)}
+    ranks = min(ranks, size)  # each has something
+    ends = [size * rank // ranks for rank in range(ranks + 1)]
+    return {rank: slice(ends[rank], ends[rank + 1]) for rank in range(ranks)}
 
 
 class Muon:
@@ -124,19 +211,19 @@ class Muon:
         muon = Muon(model, group, matrices, lr=1e-3, microbatches=2)
         for micro_batches, target_count in batches:    # the number of targets of all ranks
             muon.zero_grad()                           # not the model's: that would replace p.grad
-            for x, y in micro_batches:                 # this rank's 2
+            for x, y in micro_batches:                 # this rank's two
                 loss = cross_entropy(model(x), y, reduction="sum") / target_count
                 loss.backward()
             muon.clip(muon.grad_norm(), 1.0)           # torch's would read unsummed gradients
             muon.step()
 
-    Needs equal weights on all ranks, on one device. Tie, cast and freeze them before. After
-    finish() p.grad is complete on p's owner only. A parameter without a gradient still moves, by
-    its momentum and its decay. muon.muon and muon.adamw are the optimizers of what this rank owns,
-    with their settings in param_groups."""
+    Before Muon(...): tie, cast and freeze weights, move the model to one device, and give all ranks
+    equal weights. After finish() p.grad is complete on p's owner only. A parameter that got no
+    gradient still moves, by its momentum and its decay. Schedulers set learning rates in
+    muon.param_groups."""
 
     optimizer_class = PlainMuon
-    takes_shards = False  # of other techniques: composition.py does
+    takes_shards = False  # True in composition.py: another technique may have cut parameters
 
     def __init__(
         self,
@@ -144,7 +231,7 @@ class Muon:
         group,
         matrices,
         lr=1e-3,
-        weight_decay=0.1,  # of all matrices, the embedding too; vectors have none
+        weight_decay=0.1,  # of each matrix, the embedding too; vectors have none
         microbatches=1,  # the backward passes of a step
         **options,  # momentum and dtype, of PlainMuon
     ):
@@ -161,9 +248,11 @@ class Muon:
         for p in trained:
             if p.dim() < 2:
                 vectors.setdefault(self.kind_of(p), []).append(p)
-        lists += vectors.values()
         owners = self.owners_of([p for p in trained if p in matrices])
-        self.buckets = [self.make_bucket(members, owners.get(members[0])) for members in lists]
+        self.buckets = []
+        for parameters in [*lists, *vectors.values()]:
+            owner = owners.get(parameters[0])  # None: AdamW's, of all ranks
+            self.buckets.append(self.make_bucket(parameters, owner))
 
         # 2  Hooks count the gradients
         for bucket in self.buckets:
@@ -180,7 +269,8 @@ class Muon:
                 own_matrices += bucket.parameters
         self.muon = self.optimizer_class([{"params": own_matrices}], lr, weight_decay, **options)
         adamw_groups = adamw_groups or [{"params": []}]  # AdamW refuses an empty list
-        self.adamw = torch.optim.AdamW(adamw_groups, lr, (0.9, 0.95), fused=True)  # GPT-3's betas
+        betas = 0.9, 0.95  # GPT-3's
+        self.adamw = torch.optim.AdamW(adamw_groups, lr, betas=betas, fused=True)
         self.optimizers = self.muon, self.adamw
 
         self.addresses = addresses_of(model)  # of weights and gradients, to notice a new one
@@ -188,31 +278,20 @@ class Muon:
         self.finished = True  # whether the gradients are summed
         self.zero_grad()
 
-    def kind_of(self, p):  # equal for all vectors of a bucket
-        return (p.dtype,)
-
-    def owners_of(self, matrices):
-        return deal_to_owners(matrices, dist.get_world_size(self.group))
-
-    def make_bucket(self, parameters, owner, group=None):
-        bucket = OwnedBucket(parameters, owner, group or self.group)
-        bucket.grads_per_step = self.microbatches * len(parameters)
-        return bucket
-
     # --- a step
     #
     # zero_grad()  All gradients are 0.
     # backward     Autograd adds to p.grad, a view of a bucket. _arrived counts, and starts to
-    #              reduce the buckets that are full.
+    #              reduce the buckets that are full, in order.
     # finish()     Reduces what backward has not, and waits for all.
     # step()       AdamW on this rank's pieces, Muon on its matrices. Each is sent once it is done.
 
     def zero_grad(self):
-        """Start a step. If backward raised on any rank, call finish() on all ranks before:
-        reductions may be on their way."""
+        """Start a step. After an exception in backward on any rank call finish() on all ranks
+        first: reductions may still run."""
         check_zero_grad(self)
         self.finished = False
-        self.started = 0  # the number of buckets whose reduction has started
+        self.reductions_started = 0  # the number of buckets whose reduction has started
         for bucket in self.buckets:
             bucket.gradients.zero_()
             bucket.grads_left = bucket.grads_per_step
@@ -225,11 +304,11 @@ class Muon:
     def _start_full_buckets(self):
         # In the same order on all ranks: swapped reductions would add up the wrong buckets,
         # silently. So a bucket that is full early waits for those before it
-        for bucket in self.buckets[self.started :]:
+        for bucket in self.buckets[self.reductions_started :]:
             if bucket.grads_left > 0:
                 break
             self.messages += bucket.sum_on_owners()
-            self.started += 1
+            self.reductions_started += 1
 
     def finish(self):
         """After the last backward of a step: each gradient is complete, on its owner. grad_norm(),
@@ -266,7 +345,7 @@ class Muon:
         [settings] = self.muon.param_groups  # all matrices are in one
         for bucket in self.buckets:
             if bucket.owner == bucket.rank:
-                self.muon.step_on(bucket.parameters[0], **settings)
+                self.muon.step_on(bucket.parameters[0], settings)
             self.messages += bucket.send_from_owners(bucket.weights)
         self._wait()
 
@@ -289,76 +368,25 @@ class Muon:
 
     def gather_full(self, named=()):
         """Bring the complete gradients to every rank's p.grad, for checks. All ranks call it.
-        Returns `named` as it is, for callers that know ZeRO, which returns copies."""
+        Returns the list of `named`, as zero.py's does."""
         self.finish()
         for bucket in self.buckets:
             self.messages += bucket.send_from_owners(bucket.gradients)
         self._wait()
         return list(named)
 
+    # --- what composition.py overrides: in a grid not all parameters have the same group
 
-def flops(p, shape=None):
-    """FLOPs of a step's iterations on p, a matrix or a stack of them. shape: if not that of p."""
-    shape = shape or p.shape
-    m, n = sorted((getattr(p, "matrix_rows", shape[-2]), shape[-1]))
-    count = math.prod(shape) // (m * n)
-    return count * (20 * m * m * n + 10 * m**3)
+    def kind_of(self, p):  # equal for all vectors of a bucket
+        return (p.dtype,)
 
+    def owners_of(self, matrices):
+        return deal_to_owners(matrices, dist.get_world_size(self.group))
 
-def deal_to_owners(matrices, ranks, work=flops):
-    """{matrix: the rank that owns it}: the largest first, each to the rank with the least to do."""
-    owners, loads = {}, [0] * ranks
-    for p in sorted(matrices, key=work, reverse=True):
-        owners[p] = loads.index(min(loads))
-        loads[owners[p]] += work(p)
-    return owners
-
-
-class OwnedBucket:
-    """A matrix, or parameters for AdamW, as two flat tensors: each p and p.grad is a view of them.
-
-    owner         the rank that owns the matrix. None: each rank owns 1/N of the elements, for AdamW
-    owned         {rank: the elements that it owns}: one reduce and one broadcast for each. (One
-                  reduce-scatter for all would need padding, and sends twice as much on gloo)
-    own_slice     the elements that this rank owns
-    own_gradient  this rank's part of the gradients
-    pieces        what this rank owns of each parameter; the owner has the matrix itself"""
-
-    def __init__(self, parameters, owner, group):
-        self.parameters, self.owner, self.group = parameters, owner, group
-        self.rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.weights = torch.cat([p.detach().flatten() for p in parameters])
-        self.gradients = torch.zeros_like(self.weights)
-        size = len(self.weights)
-        owners = range(min(ranks, size)) if owner is None else [owner]  # each owns something
-        ends = [size * i // len(owners) for i in range(len(owners) + 1)]
-        self.owned = {r: slice(start, end) for r, start, end in zip(owners, ends, ends[1:])}
-        self.own_slice = self.owned.get(self.rank, slice(0, 0))
-        self.own_gradient = self.gradients[self.own_slice]
-        self.slices, self.pieces = [], []
-        end = 0
-        for p in parameters:
-            start, end = end, end + p.numel()
-            p.data = self.weights[start:end].view_as(p)
-            p.grad = self.gradients[start:end].view_as(p)
-            self.slices.append(slice(start, end))
-            piece = p
-            if owner != self.rank:  # empty if it belongs to others
-                part = slice(max(start, self.own_slice.start), min(end, self.own_slice.stop))
-                piece = nn.Parameter(self.weights[part])
-                piece.grad = self.gradients[part]
-            self.pieces.append(piece)
-
-    def sum_on_owners(self):
-        """Start to sum the gradients: each element on its owner alone."""
-        for owner, part in self.owned.items():
-            gradients = self.gradients[part]
-            yield dist.reduce(gradients, group=self.group, group_dst=owner, async_op=True)
-
-    def send_from_owners(self, flat):
-        """Start to bring the owners' elements of `weights` or `gradients` to all."""
-        for owner, part in self.owned.items():
-            yield dist.broadcast(flat[part], group=self.group, group_src=owner, async_op=True)
+    def make_bucket(self, parameters, owner, group=None):
+        bucket = OwnedBucket(parameters, owner, group or self.group)
+        bucket.grads_per_step = self.microbatches * len(parameters)
+        return bucket
 
 
 # --- mistakes that would be silent: refused
@@ -381,8 +409,8 @@ def check_whole(muon):
 def check_grads_left(bucket):
     if bucket.grads_left == 0:
         raise RuntimeError(
-            "more backward passes than microbatches= says, or a backward after finish(), which"
-            " grad_norm() and step() call: its gradient would not be summed"
+            "more backward passes than microbatches= says, or one after finish(), which grad_norm()"
+            " and step() call: the gradient of that pass would not be summed"
         )
 
 
@@ -415,7 +443,7 @@ import receipts.muon
 
 def main():
     parser = harness.parser(__doc__)
-    why = "of embedding, head and vectors"
+    why = "of embedding, head and vectors"  # no other
     parser.add_argument("--optimizer", choices=["adamw"], default="adamw", help=why)
     args = parser.parse_args()
     harness.configure(args)
@@ -427,8 +455,9 @@ def demo(run):
     run.groups(dp=group)
     model = run.fill(run.meta_model())  # the same seed everywhere: the replicas start equal
     options = dict(lr=args.lr, weight_decay=args.weight_decay, microbatches=args.microbatches)
-    muon = Muon(model, group, receipts.muon.matrices_of(model), **options)
-    # What the same run on one process steps with
+    matrices = [p for p in model.blocks.parameters() if p.dim() > 1]  # not embedding and head
+    muon = Muon(model, group, matrices, **options)
+    # --prove repeats the run on one process: PlainMuon for the matrices, AdamW for the rest
     run.make_optimizer = receipts.muon.one_process(PlainMuon)
 
     for step in run.steps(muon):
@@ -439,8 +468,8 @@ def demo(run):
             part = model(tokens, targets=targets, target_count=run.target_count, sample_ids=samples)
             part.backward()
             loss += part.detach()
-        started_in_backward = muon.started  # buckets whose reduction hides behind backward
-        dist.all_reduce(loss)
+        started_in_backward = muon.reductions_started
+        dist.all_reduce(loss, group=group)
         norm = muon.grad_norm()
         run.check(loss, norm, lambda: muon.gather_full(model.named()))
         muon.clip(norm, args.grad_clip)
