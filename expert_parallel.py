@@ -136,7 +136,7 @@ def shard_experts(parameter, group, data_group=None):
     return part
 
 
-def groups_cutting(parameter):
+def groups_splitting(parameter):
     """The groups whose ranks have different parts of a parameter."""
     cuts = getattr(parameter, "placement", {}).get("cuts", {})
     return [group for group, _, _ in cuts.values()]
@@ -146,7 +146,7 @@ def sum_replicated_gradients(parameters, group):
     """Sum the gradients of all parameters that are not split over the group, in one all-reduce.
     Call it once a step, after the last backward pass; then with the data_group, if there is one."""
     group = group or dist.group.WORLD
-    replicated = [p for p in parameters if p.requires_grad and group not in groups_cutting(p)]
+    replicated = [p for p in parameters if p.requires_grad and group not in groups_splitting(p)]
     for p in replicated:
         check_same_experts(p, group)
         if p.grad is None:  # zeros: if it were skipped on one rank only, replicas would drift apart
@@ -368,7 +368,7 @@ def check_same_experts(parameter, group):
     """Refuse a group in which ranks hold different experts of a parameter: the sum would mix their
     gradients. So it would be over all data-parallel ranks, if experts are split over some."""
     ranks = set(dist.get_process_group_ranks(group))
-    for other in groups_cutting(parameter):
+    for other in groups_splitting(parameter):
         if len(ranks.intersection(dist.get_process_group_ranks(other))) > 1:
             advice = "sum over the group that they are split over, then over data_group"
             raise ValueError(f"ranks of this group hold different experts: {advice}")
