@@ -380,7 +380,9 @@ def mark_summed(parameter, group):
     with every change in place. Clipping is one, too: after it nothing is refused."""
 
     def refuse(versions):
-        if parameter.grad is not None and parameter.grad._version in versions:
+        grad = parameter.grad
+        # any(): under a dispatch mode torch zeroes lists of tensors without a new _version
+        if grad is not None and grad._version in versions and grad.any():
             raise RuntimeError(
                 "this gradient is summed over the ranks already: sum once a step, after the last "
                 "backward pass, and call zero_grad() before the next one"

@@ -409,8 +409,8 @@ def check_whole(muon):
 def check_grads_left(bucket):
     if bucket.grads_left == 0:
         raise RuntimeError(
-            "more backward passes than microbatches= says, or a backward after finish() (grad_norm()"
-            " and step() call it): its gradient would not be summed"
+            "more backward passes than microbatches= says, or a backward after finish() (grad_norm"
+            " and step call it): its gradient would not be summed"
         )
 
 

@@ -200,7 +200,9 @@ def refuse_summed(parameter):
     such as by zero_grad() or clipping: an equal one says that nothing has happened since the sum.
     """
     grad = parameter.grad
-    if grad is not None and getattr(grad, "completed_at", None) == grad._version:
+    summed = grad is not None and getattr(grad, "completed_at", None) == grad._version
+    # any(): under a dispatch mode torch zeroes lists of tensors without a new _version
+    if summed and grad.any():
         raise RuntimeError(
             "this gradient is summed over the ranks already: sum once a step, after the last "
             "backward pass, and call zero_grad() before the next one"
