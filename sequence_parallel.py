@@ -35,7 +35,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable  # refuses a gradient of a gradient
 
-from tensor_parallel import Enter, Leave, parallelize_tensors, placement, split_over
+from tensor_parallel import Enter, Leave, parallelize_tensors, placement, share_ranks, split_over
 
 # --- f and g, in place of tensor parallelism's. Their messages:
 #
@@ -166,7 +166,8 @@ def mark_partial(parameters, group):
     group = group or dist.group.WORLD
     for p in parameters:
         where = placement(p)
-        if group not in where["partial"] and not split_over(p, group):
+        known = any(share_ranks(other, group) for other in where["partial"])  # as of shared heads
+        if not known and not split_over(p, group):
             p.placement = where | {"partial": [*where["partial"], group]}
 
 

@@ -206,9 +206,13 @@ def placement(parameter):
 
 def split_over(parameter, group):
     """Whether ranks of the group have different shards of the parameter."""
+    return any(share_ranks(other, group) for other, _, _ in placement(parameter)["cuts"].values())
+
+
+def share_ranks(group, other):
+    """Whether two groups have more ranks in common than this one."""
     ranks = set(dist.get_process_group_ranks(group))
-    cut_over = [other for other, _, _ in placement(parameter)["cuts"].values()]
-    return any(len(ranks.intersection(dist.get_process_group_ranks(g))) > 1 for g in cut_over)
+    return len(ranks.intersection(dist.get_process_group_ranks(other))) > 1
 
 
 def shard(parameter, dim, group):

@@ -76,7 +76,7 @@ sgd       --pp 2 --schedule interleaved --dp 2 --zero 2 --microbatches 2 --recom
 llama     --pp 2 --schedule interleaved --dp 2 --zero 3 --microbatches 2 --reduce-once DEEP
 gpt2      --pp 2 --schedule zb-h1 --dp 2 --zero 3 --microbatches 3 --recompute selective
 grouped   --tp 4 --sp --gather-again --recompute selective --pp 2 --schedule zb-h1 --microbatches 2
-one-kv-head --tp 3 --dp 2 --zero 3 --microbatches 2
+one-kv-head --tp 3 --sp --dp 2 --zero 3 --microbatches 2
 by-3      --tp 3 --sp --gather-again
 a-token-each --tp 3 --sp --microbatches 2
 sgd       --tp 2 --sp --pp 2 --schedule zb-v --microbatches 3 --recompute selective DEEP
@@ -389,7 +389,7 @@ a message that no formula has: tensor_parallel:ReduceFromGroup.forward
     dist.all_reduce(x -> + dist.broadcast(x.clone(), group_src=0, group=group)
     sgd --tp 2 -> nothing ->
 partial gradients left partial: sequence_parallel:mark_partial
-    if group not in -> if group in
+    if not known -> if known
     sgd --tp 2 --sp -> step 1, backward -> add up to the right one: never summed over tp
 router's gradient left partial: sequence_parallel:parallelize_sequence
     if ".experts." not in name -> if ".experts." not in name and "router" not in name
