@@ -43,23 +43,24 @@ from zero import ZeRO
 
 
 def sum_in_grid(parameters, data_group):
-    """After the backward passes of a step: each p.grad becomes that of the whole batch.
+    """After the last backward pass of a step: makes each p.grad that of the whole batch.
 
-        parallelize(model, tp)                       # a row: it writes p.placement
-        for micro_batches, target_count in batches:  # this row's; the targets of all rows
+        parallelize(model, tp)                       # cuts parameters, writes p.placement
+        for micro_batches, target_count in batches:  # of this row of ranks; targets of the batch
             optimizer.zero_grad()
             for x, y in micro_batches:
                 loss = cross_entropy(model(x), y, reduction="sum") / target_count
                 loss.backward()
-            sum_in_grid(model.parameters(), dp)      # a column
-            norm = norm_in_grid(model.parameters(), dp)
+            sum_in_grid(model.parameters(), dp)      # over a column
+            norm = norm_in_grid(model.parameters(), [dp, tp])
             torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
             optimizer.step()
 
-    Not overlapped: DDP, or the classes below, start a sum while backward continues."""
+    All sums wait for the end of backward. DDP and the classes below overlap them."""
     for p in parameters:
         if p.requires_grad:
-            if p.grad is None:  # this rank's rows did not use p, but other ranks wait for its part
+            check_data_group(p, placed(p, "data", data_group))
+            if p.grad is None:  # this rank did not use p, but others wait for its part of the sum
                 p.grad = torch.zeros_like(p)
             for group in [placed(p, "data", data_group), *placed(p, "partial", ())]:
                 dist.all_reduce(p.grad, group=group)
@@ -70,57 +71,44 @@ def placed(p, key, default):
     return getattr(p, "placement", {}).get(key) or default
 
 
-def norm_in_grid(parameters, data_group, pipeline_group=None):
+def groups_cutting(p):
+    """The groups whose ranks have different shards of p."""
+    return [group for group, _, _ in placed(p, "cuts", {}).values()]
+
+
+def norm_in_grid(parameters, groups, pipeline_group=None):
     """The norm of the whole model's gradient: a float64 scalar, the same on all ranks.
-    pipeline_group: the ranks with the other stages of a pipeline."""
-    parameters = list(parameters)
+
+    groups          those of the grid, as [dp, tp]: their ranks together hold every parameter
+    pipeline_group  the ranks with the other stages of a pipeline"""
     parts = [(p, p.grad, 1) for p in parameters if p.grad is not None]
-    return norm_of_parts(parts, grid_of(parameters, data_group), pipeline_group)
+    return norm_of_parts(parts, groups, pipeline_group)
 
 
-def norm_of_parts(parts, grid, pipeline_group=None):
-    """The same for shards of gradients. parts: [(parameter, this rank's part of its gradient, the
-    number of shards into which its data-parallel ranks have split it)]. grid: of grid_of."""
+def norm_of_parts(parts, groups, pipeline_group=None):
+    """parts: [(parameter, what this rank has of its gradient, the number of shards into which its
+    data-parallel ranks have split it)]."""
     gradients = {}  # {number of ranks that have the same part: gradients}
     for p, gradient, shards in parts:
-        copies = count_copies(p, shards, grid, pipeline_group)
+        # All ranks' squares are added. 2 x 2 ranks, tp cuts a matrix and leaves its bias whole:
+        # each half of the matrix is on 4 / 2 = 2 ranks, the bias on 4 / 1 = 4
+        copies = count_ranks(groups) / count_ranks(groups_cutting(p)) / shards
+        for group in placed(p, "partial", ()):
+            if is_within(group, pipeline_group):  # a tied matrix: two stages have its sum
+                copies *= dist.get_world_size(group)
         gradients.setdefault(copies, []).append(gradient)
-    square = torch.zeros((), dtype=torch.float64, device=parts[0][1].device)
+    square = torch.zeros((), dtype=torch.float64, device=parts[0][1].device if parts else None)
     for copies, equal in gradients.items():
         norms = torch.stack(torch._foreach_norm(equal, dtype=torch.float64))
         square += norms.square().sum() / copies
-    for group in [*grid, pipeline_group]:
-        if group is not None and dist.get_world_size(group) > 1:
+    for group in groups if pipeline_group is None else [*groups, pipeline_group]:
+        if dist.get_world_size(group) > 1:
             dist.all_reduce(square, group=group)
     return square.sqrt()
 
 
-def grid_of(parameters, data_group):
-    """The groups of the grid: the column, and the groups that cut some parameters. Those replicate
-    the other parameters. All of these ranks together hold each parameter at least once."""
-    cuts = []
-    for p in parameters:
-        if placed(p, "data", data_group) is data_group:  # experts' groups are parts of a column
-            cuts.append(groups_cutting(p))
-    return [data_group, *max(cuts, key=count_parts, default=[])]
-
-
-def groups_cutting(p):
-    return [group for group, _, _ in placed(p, "cuts", {}).values()]
-
-
-def count_parts(groups):
+def count_ranks(groups):
     return math.prod(dist.get_world_size(group) for group in groups)
-
-
-def count_copies(p, shards, grid, pipeline_group):
-    """How many ranks have the same part of p's gradient as this one: those of the grid, divided by
-    the number of different parts."""
-    copies = count_parts(grid) / count_parts(groups_cutting(p)) / shards
-    for group in placed(p, "partial", ()):
-        if is_within(group, pipeline_group):  # a tied matrix: two stages have the sum
-            copies *= dist.get_world_size(group)
-    return copies
 
 
 def is_within(inner, outer):
@@ -131,20 +119,35 @@ def is_within(inner, outer):
     return ranks.issubset(dist.get_process_group_ranks(outer))
 
 
-# --- ZeRO and FSDP in a grid
+# --- ZeRO and FSDP in a grid. Beside ZeRO alone this is new:
+# kind_of, make_bucket   the parameters of a bucket are summed over the same groups
+# finish                 then partial sums are added
+# grad_norm              counts each element once in the grid
+
+
+def grid_of(parameters, data_group):
+    """The groups of the grid: the column, and those of the parameter that is cut over most ranks.
+    Every other parameter must be cut within these, or whole on them."""
+    cuts = []
+    for p in parameters:
+        if placed(p, "data", data_group) is data_group:  # experts' groups are parts of a column
+            cuts.append(groups_cutting(p))
+    return [data_group, *max(cuts, key=count_ranks, default=[])]
 
 
 class Composed:
-    """What ZeRO and FSDP do beside other techniques. The loop and the other arguments are theirs.
+    """ZeRO and FSDP for a model that another technique has cut. The loop and the other arguments
+    are theirs.
 
         zero = ComposedZeRO(model, dp, 1, torch.optim.AdamW, microbatches=2)
 
-    hsdp             {group: (node, across)}: hybrid sharding. The ranks of `node` split a replica
-                     of what `group` would; those of `across`, one of each node, have equal shards
-    pipeline_stages  {stage: its module}, of a rank with several. Each has a backward pass per
-                     micro-batch. Pipeline(..., around=zero.around) says which one is running"""
+    hsdp             hybrid sharding: {group: (node, across)}. Each node holds a whole replica of
+                     the states, split over the ranks of `node`. `across`: the ranks of all nodes
+                     with the same shard; None if there is one node
+    pipeline_stages  {stage: its module}, for a rank with several. ZeRO counts backward passes, so
+                     it must know whose each is: Pipeline(..., around=zero.around) tells it"""
 
-    takes_shards = True  # of techniques that cut the model before
+    takes_shards = True  # ZeRO alone refuses parameters with a placement
 
     def __init__(self, model, group, *arguments, hsdp=None, pipeline_stages=None, **options):
         self.hsdp = hsdp or {}
@@ -155,23 +158,24 @@ class Composed:
         for stage, part in self.pipeline_stages.items():
             for p in part.parameters():
                 self.stages_of[p] += (stage,)
-        super().__init__(model, group, *arguments, **options)
-        del self.stages_of  # its parameters are no longer the model's
         check_hsdp(self.hsdp)
+        super().__init__(model, group, *arguments, **options)
+        del self.stages_of  # ZeRO has put new parameters into the model
 
     # --- buckets: of parameters that are summed over the same ranks
 
     def kind_of(self, p):
         partial = tuple(placed(p, "partial", ()))
+        check_data_group(p, placed(p, "data", self.group))
         return *super().kind_of(p), placed(p, "data", self.group), partial, self.stages_of[p]
 
     def make_bucket(self, parameters, **options):
         data_group = placed(parameters[0], "data", self.group)
-        shard_group, *replica_groups = self.hsdp.get(data_group, [data_group])
+        shard_group, replica_group = self.hsdp.get(data_group, (data_group, None))
         stages = self.stages_of[parameters[0]]  # each has backward passes of its own
         passes = self.microbatches * len(stages)
         bucket = super().make_bucket(parameters, group=shard_group, passes=passes, **options)
-        bucket.replica_groups = [group for group in replica_groups if group is not None]  # 0 or 1
+        bucket.replica_group = replica_group
         bucket.pipeline_stages = stages
         return bucket
 
@@ -193,23 +197,22 @@ class Composed:
         return [b for b in buckets if self.action.stage in b.pipeline_stages]
 
     def _reduce_ready(self, anyway=()):
-        # Of a backward in two parts (zero_bubble.py) "I" is the input's. The weights' will follow
+        # zero_bubble.py has backward in two parts: in "I" few weights get a gradient. Wait for "W"
         if self.action is None or self.action.kind != "I":
             super()._reduce_ready(anyway)
 
     # --- after the sum over the column: over nodes (HSDP), of partial sums, for the norm
 
     def shard_is_summed(self, bucket):
-        if bucket.passes_left == 0:
-            for group in bucket.replica_groups:
-                work = dist.all_reduce(bucket.gradient_shard, group=group, async_op=True)
-                self.replica_sums.append(work)
+        if bucket.replica_group is not None and bucket.passes_left == 0:
+            options = dict(group=bucket.replica_group, async_op=True)
+            self.replica_sums.append(dist.all_reduce(bucket.gradient_shard, **options))
 
     def finish(self):
-        if self.last_call == "finish":
+        if self.last_call == "finish":  # called again: don't add partial sums twice
             return
         super().finish()
-        while self.replica_sums:
+        while self.replica_sums:  # these first: partial sums are added up of complete shards
             self.replica_sums.pop().wait()
         for bucket in self.trained_buckets:
             for group in placed(bucket.parameters[0], "partial", ()):  # mostly none: not overlapped
@@ -302,6 +305,7 @@ class ComposedMuon(Muon):
 
     def kind_of(self, p):
         partial = tuple(placed(p, "partial", ()))
+        check_data_group(p, placed(p, "data", self.group))
         return *super().kind_of(p), placed(p, "data", self.group), partial, *groups_cutting(p)
 
     def owners_of(self, matrices):
@@ -341,6 +345,14 @@ class ComposedMuon(Muon):
 
 
 # --- mistakes that would be silent: refused
+
+
+def check_data_group(p, data_group):
+    ranks = set(dist.get_process_group_ranks(data_group))
+    for cut_over in groups_cutting(p):
+        if len(ranks.intersection(dist.get_process_group_ranks(cut_over))) > 1:
+            advice = "give shard_experts the data_group of the ranks with the same experts"
+            raise ValueError(f"a sum would add gradients of different shards: {advice}")
 
 
 def check_hsdp(hsdp):
@@ -398,7 +410,7 @@ def demo(run):
     for step in run.steps(optimizer):
         optimizer.zero_grad(set_to_none=False)  # gradients stay in memory: the receipt counts them
         loss = run.zero()
-        # The sequences of this row: each of its ranks gets the same ones
+        # The ranks of a row (tp) get the same sequences
         for tokens, targets, samples in run.microbatches(step, dp.rank(), dp.size()):
             # target_count: the tokens of the global batch
             part = model(tokens, targets=targets, target_count=run.target_count, sample_ids=samples)
@@ -406,7 +418,7 @@ def demo(run):
             loss += part.detach()
         dist.all_reduce(loss, group=dp)
         sum_in_grid(parameters, dp)
-        norm = norm_in_grid(parameters, dp)
+        norm = norm_in_grid(parameters, [dp, tp])
         run.check(loss, norm, model.named)
         harness.clip(parameters, norm, args.grad_clip)
         optimizer.step()

@@ -9,12 +9,13 @@ Each island trains on its own data with its own optimizer, such as AdamW. After 
 its outer gradient: old weights - new weights. The islands average their outer gradients, and an
 outer optimizer, SGD with Nesterov momentum, takes one step from the old weights.
 
-Backward  The outer gradient is no derivative, but minus the way that an island has gone. With H = 1
-          and inner SGD it is the learning rate times the gradient. An outer rate of 1 without
-          momentum is then data parallelism, if all islands have equally many targets.
+Outer     The outer gradient is not a derivative: it is minus the distance that an island has moved.
+          With H = 1 and SGD inside it is the learning rate times the gradient. With an outer rate
+          of 1 and no momentum that is data parallelism, if all islands have as many targets.
 Sent      Every H steps an outer gradient of P elements. `outer_step` all-reduces it: 1/H of what
-          ddp.py sends. An all-reduce can't add up 4-bit integers, so DiLoCo sends it to each of the
-          N-1 others, P b / 8 bytes at b bits an element: in float32 N / (2 H) of ddp.py. Options:
+          ddp.py sends in float32. DiLoCo all-gathers it, because an all-reduce can't add up 4-bit
+          integers: (N-1) P b / 8 bytes a rank, with b bits an element. That is N b / (64 H) of what
+          ddp.py sends: less than outer_step for fewer than 64 / b islands, 16 at 4 bits. Options:
 
           --stream K        K parts of the model take turns: the largest message is 1/K as large
           --stream-delay D  D more inner steps hide a message. The island then goes on from the mean
@@ -76,10 +77,12 @@ class DiLoCo:
 
     model   a module, or parameters. All islands start with equal weights
     group   one rank of each island: those that hold the same parameters
-    parts, delay, bits   --stream, --stream-delay and --outer-bits, in the docstring of this file
+    parts   into how many parts the model is cut, which are sent in turn
+    delay   inner steps between sending and averaging, which hide the message
+    bits    of an element in a message: None (as it is), 16, 8 or 4
 
-    An island that skips an optimizer.step() still calls step(). It may be trained by any other
-    technique: docs/use/two-techniques.md."""
+    Call diloco.step() even after an optimizer.step() that was skipped. An island may be trained by
+    any other technique: docs/use/two-techniques.md."""
 
     def __init__(
         self, model, group, every, outer_lr=0.7, outer_momentum=0.9, parts=1, delay=0, bits=None
@@ -105,7 +108,7 @@ class DiLoCo:
         for part in self.parts:
             if self.steps % self.every == part.offset:
                 self._send(part)
-            if part.receive and self.steps == part.sent_at + self.delay:
+            if part.in_flight and self.steps == part.sent_at + self.delay:
                 self._average(part)
                 averaged = True
         return averaged
@@ -114,7 +117,7 @@ class DiLoCo:
     def finish(self):
         """After the last step: average what has moved since the last outer steps, too."""
         for part in self.parts:
-            if part.receive:  # its message is on its way
+            if part.in_flight:  # its message is on its way
                 self._average(part)
             if self.steps > part.sent_at:  # it has moved since
                 self._send(part)
@@ -123,12 +126,12 @@ class DiLoCo:
 
     def _send(self, part):
         # The header lets check_agreement refuse islands that have drifted apart
-        part.receive = self.exchange(torch.cat([header(self.steps, part.old), part.message()]))
+        part.in_flight = self.exchange(torch.cat([header(self.steps, part.old), part.message()]))
         part.sent_at = self.steps
 
     def _average(self, part):
-        messages = part.receive()
-        part.receive = None
+        messages = part.in_flight()
+        part.in_flight = None
         check_agreement(messages)
         part.outer_step([message[HEADER:] for message in messages])
         part.restart(keep=0.5 if self.delay else 0)  # Streaming DiLoCo's alpha = 1/2
@@ -157,13 +160,15 @@ class Part:
         self.rounding_error = torch.zeros_like(self.old) if bits else None
         self.outer = torch.optim.SGD([self.old], lr, momentum, nesterov=momentum > 0)
         self.sent_at = 0  # the step of the last message
-        self.receive = None  # waits for all islands' messages, while they are on their way
+        self.in_flight = None  # or a function that waits for all islands' messages
 
     def message(self):
         """This island's outer gradient as bytes."""
-        # restart() put p at old in p's dtype: what bfloat16 rounded off there is no movement
-        moved = [old.to(p.dtype).to(old) - p.to(old) for p, old in self.pairs]
-        outer_gradient = torch.cat([m.flatten() for m in moved])
+        moved = []
+        for p, old in self.pairs:
+            # From old as restart() has put it into p, in p's dtype: that rounding is no movement
+            moved.append((old.to(p.dtype).to(old.dtype) - p.to(old.dtype)).flatten())
+        outer_gradient = torch.cat(moved)
         if self.bits is None:
             return encode(outer_gradient, None)
         outer_gradient += self.rounding_error  # error feedback: what the last message left out
@@ -183,7 +188,10 @@ class Part:
     def restart(self, keep):
         """Go to the outer weights, mixed with a fraction `keep` of this island's own."""
         for p, old in self.pairs:
-            p.copy_(old + keep * (p - old) if keep else old)  # else a NaN stays: 0 * NaN is NaN
+            if keep:
+                p.copy_(old + keep * (p - old))
+            else:
+                p.copy_(old)  # not by the line above, where a NaN in p would stay
 
 
 def flat_copy(parameters):
@@ -290,6 +298,7 @@ def main():
 def demo(run):
     args, group = run.args, dist.group.WORLD
     run.groups(islands=group)
+    island, _ = dist.new_subgroups(1)  # this rank alone
     model = run.fill(run.meta_model())  # the same seed everywhere: the islands start equal
     parameters = list(model.parameters())
     optimizer = harness.make_optimizer(parameters, args)
@@ -303,8 +312,9 @@ def demo(run):
             micro_loss = model(tokens, targets=targets, target_count=count, sample_ids=samples)
             micro_loss.backward()
             loss += micro_loss.detach()
-        norm = harness.grad_norm(parameters)  # loss, norm and clipping are this island's own
-        run.check(loss, norm, model.named)
+        # Loss, norm and clipping are this island's own
+        norm = harness.grad_norm(parameters)
+        run.check(loss, norm, model.named, island)
         harness.clip(parameters, norm, args.grad_clip)
         optimizer.step()
         with reference.ledger:  # counts the bytes of all steps: most of them send nothing

@@ -347,7 +347,7 @@ ZeRO sums twice: zero:ZeRO.finish
     self.last_call = "finish" -> + [b.gradient_shard.mul_(2) for b in self.trained_buckets]
     gpt2 --dp 2 --zero 3 -> step 1, backward -> summed once too often, or not averaged, over dp (2)
 copies not summed: composition:Composed.shard_is_summed
-    if bucket.passes_left == 0: -> if False:
+    replica_group is not None and -> replica_group is None and
     sgd --dp 4 --zero 2 --zero-ranks 2 -> step 1, backward -> never summed over inside or across
 no rank adds to a shard: zero:ShardedBucket.start_reduction
     if dist.get_world_size(self.group) == 1: -> if True:
@@ -367,8 +367,8 @@ first piece on every rank: tensor_parallel:span
 all shards equal: harness.placement:placement
     "placement", {}) -> "placement", {}) | first_cuts(parameter)
     sgd --tp 2 -> step 1, forward: the output of blocks.0 on all ->
-shards counted as copies: composition:count_copies
-    / count_parts(groups_cutting(p)) -> / 1
+shards counted as copies: composition:norm_of_parts
+    / count_ranks(groups_cutting(p)) -> / 1
     grouped --tp 4 --zero 1 -> step 1, the norm ->
 gradients of keys never come home: packed_documents:SendHome.__call__
     += receive() -> += receive() * 0

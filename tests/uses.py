@@ -374,7 +374,8 @@ class Layout(OneProcess):
         parameters = list(self.trained.parameters())
         for ranks in (self.tp, self.ep) if self.with_experts else (self.tp,):
             tensor_parallel.check_replicas_agree(parameters, ranks)
-        norm = composition.norm_in_grid(parameters, self.data, self.pp if self.stages else None)
+        where = [self.data, self.tp], self.pp if self.stages else None
+        norm = composition.norm_in_grid(parameters, *where)
         if self.t > 1 and not self.stages and not self.with_experts:
             torch.testing.assert_close(tensor_parallel.grad_norm(parameters, self.tp), norm)
         return norm
