@@ -12,10 +12,11 @@ Sent      The gradients, once a step. In a ring all-reduce each of N ranks sends
           overlapped  one per bucket, as soon as backward has filled it, while backward goes on
           server      one rank adds up, takes the step, sends the weights: parameter_server.py
 
-Backward  Unchanged, as the gradient of a sum is the sum of the gradients. A rank's loss is the sum
-          over its own tokens, divided by the number of tokens in the whole batch. So the ranks'
-          gradients add up to the batch's, also if some ranks have more rows. torch's DDP averages
-          over the ranks: a loss for it, the mean over a rank's rows, is N times too large here.
+Backward  Nothing changes inside it: the gradient of a sum is the sum of the gradients. A rank's
+          loss is the sum over its own tokens, divided by the number of tokens in the whole batch.
+          So the gradients of all ranks add up to that of the batch, even if some ranks have more
+          rows. torch's DDP averages over the ranks instead, so it expects each rank's mean loss.
+          That loss would be N times too large here.
 Limits    Parameters, gradients and AdamW's two moments, 4 P e bytes, must fit on one rank. If they
           don't: zero.py. For more: docs/learn/data-parallelism.md.
 
@@ -38,17 +39,17 @@ def sum_gradients(parameters, group):
 
         for p in model.parameters():
             dist.broadcast(p.data, group=group, group_src=0)   # equal weights on all ranks
-        for micro_batches, target_count in batches:            # the targets of the whole batch
+        for micro_batches, target_count in batches:            # count: of the whole batch's targets
             optimizer.zero_grad()
-            for x, y in micro_batches:                         # this rank's
+            for x, y in micro_batches:                         # this rank's micro-batches
                 loss = cross_entropy(model(x), y, reduction="sum") / target_count
                 loss.backward()                                # adds to p.grad
             sum_gradients(model.parameters(), group)           # p.grad is the batch's gradient
             optimizer.step()                                   # the same step on every rank
 
-    The whole batch: all micro-batches of all ranks. Not checked: the order of these lines. Buffers
-    (BatchNorm's) stay each rank's own. If another kind of parallelism has split parameters, use
-    DDP: it sums each over the right ranks."""
+    The whole batch: all micro-batches of all ranks. Nothing checks that you keep to this order: DDP
+    does. Buffers, such as BatchNorm's, are not synchronized. If another kind of parallelism has
+    split parameters, use DDP, which sums each gradient over the right ranks."""
     for p in parameters:
         if p.requires_grad:
             if p.grad is None:  # this rank's rows did not use p, but other ranks wait for its part
@@ -64,8 +65,8 @@ class Bucket:
     Autograd adds in place to a p.grad that exists, so nothing is copied."""
 
     def __init__(self, parameters, groups, grads_per_step):
-        self.groups = groups  # to sum over, one after the other. Nearly always one: see groups_of
-        self.grads_per_step = grads_per_step  # one per parameter and backward pass: then it is full
+        self.groups = groups  # the sum goes over one after the other: see groups_of
+        self.grads_per_step = grads_per_step  # after so many gradients the bucket is full
         sizes = [p.numel() for p in parameters]
         self.flat = parameters[0].new_zeros(sum(sizes))
         for p, piece in zip(parameters, self.flat.split(sizes)):
@@ -73,13 +74,14 @@ class Bucket:
 
     def zero(self):
         self.flat.zero_()
-        self.grads_left = self.grads_per_step  # still to come in this step
+        self.grads_left = self.grads_per_step
 
 
 def group_parameters(parameters, bucket_bytes, kind_of):
-    """Lists of at most bucket_bytes (a larger parameter is alone), from the last parameter to the
-    first, as backward reaches them. Only parameters of one kind share a list: kind_of(p) is what
-    must be equal, such as dtype and group. They are sorted by the last member, which fills them."""
+    """Lists of at most bucket_bytes, one per bucket, from the last parameter to the first, as
+    backward reaches them. A larger parameter has a list of its own. Parameters share a list only if
+    kind_of(p), such as dtype and group, is equal. The list that backward completes first is first.
+    """
     position = {p: i for i, p in enumerate(reversed(list(parameters)))}
     lists, newest = [], {}  # newest: {kind: its last list}
     for p in position:
@@ -100,24 +102,26 @@ class DDP:
 
         sync = DDP(model.parameters(), group, microbatches=2)
         for micro_batches, target_count in batches:   # the targets of the whole batch
-            sync.zero_grad()                          # the optimizer's would replace p.grad
-            for x, y in micro_batches:                # this rank's 2
+            sync.zero_grad()                          # the optimizer's would drop p.grad
+            for x, y in micro_batches:                # this rank's two
                 loss = cross_entropy(model(x), y, reduction="sum") / target_count
-                loss.backward()                       # starts the all-reduce of each full bucket
+                loss.backward()                       # the last one starts all-reduces of buckets
             sync.finish()                             # starts the others, waits for all
             optimizer.step()                          # p.grad is the batch's gradient
 
     microbatches  the backward passes of a step. Buckets become full in the last one
     overlap       False: nothing is sent before finish()
-    all_reduce    in place of torch's. Returns a handle with wait(), or None if the sum is complete
+    all_reduce    in place of torch's, called with (flat, group=group). Returns a handle with
+                  wait(), or None if the sum is complete
 
-    Before: all ranks have equal weights. A parameter without a gradient gets zeros, so weight decay
-    moves it. If an exception ends a backward pass, end the run on all ranks."""
+    All ranks must start with equal weights. A parameter that got no gradient has zeros, not None,
+    so weight decay moves it. If backward raises, end the run on all ranks: others may wait."""
 
     def __init__(
         self, parameters, group, microbatches=1, bucket_bytes=25e6, overlap=True, all_reduce=None
     ):
-        # One each. Two for a matrix that two pipeline stages of a rank share: it is listed twice
+        # How many gradients a pass adds to p: as many as p is listed times. A matrix that two
+        # pipeline stages of this rank share is listed twice
         grads_per_pass = Counter(parameters)
         trained = [p for p in grads_per_pass if p.requires_grad]
         if not trained:
@@ -135,7 +139,7 @@ class DDP:
             self.buckets.append(bucket)
 
         # For the refusals below
-        self.parameters = list(grads_per_pass)  # frozen ones too: somebody may unfreeze them
+        self.parameters = list(grads_per_pass)  # frozen ones, too: they may be unfrozen later
         self.addresses = {p: p.grad.data_ptr() for p in trained}
         self.last_call = None  # zero_grad() -> unfinished backward() -> backward() -> finish()
         self.zero_grad()
@@ -175,9 +179,9 @@ class DDP:
 
 
 def groups_of(p, group):
-    """The groups over which p.grad is summed, one after the other: `group`, or the ranks that have
-    a replica of p, if p.placement names others (an expert's) as its "data". Its "partial" lists
-    further groups, whose ranks have partial sums (two pipeline stages that share a matrix)."""
+    """The groups over which p.grad is summed, one after the other. That is `group`, unless another
+    technique has set p.placement: "data" is the group that has replicas of p (fewer ranks for an
+    expert), "partial" lists groups over which a sum is still open (a tied matrix's two stages)."""
     placement = getattr(p, "placement", {})
     return (placement.get("data") or group, *placement.get("partial", ()))
 

@@ -312,9 +312,10 @@ def gather_shards(bucket, shard):
 
 
 def group_parameters(parameters, bucket_bytes, kind_of):
-    """Lists of at most bucket_bytes (a larger parameter is alone), from the last parameter to the
-    first, as backward reaches them. Only parameters of one kind share a list: kind_of(p) is what
-    must be equal, such as dtype and group. They are sorted by the last member, which fills them."""
+    """Lists of at most bucket_bytes, one per bucket, from the last parameter to the first, as
+    backward reaches them. A larger parameter has a list of its own. Parameters share a list only if
+    kind_of(p), such as dtype and group, is equal. The list that backward completes first is first.
+    """
     position = {p: i for i, p in enumerate(reversed(list(parameters)))}
     lists, newest = [], {}  # newest: {kind: its last list}
     for p in position:
