@@ -214,7 +214,7 @@ class Tile(NamedTuple):
 
 
 def ring_tiles(rank, n, tokens, zigzag=True):
-    """For each rank of the ring, the tiles of this rank's queries with its keys. tokens: T'."""
+    """tiles[r]: this rank's queries with the keys of rank r. tokens: T'."""
     every, early, late = slice(0, tokens), slice(0, tokens // 2), slice(tokens // 2, tokens)
     own = [Tile(every, every, causal=True)]  # a rank's tokens are in order
     if not zigzag:
@@ -271,8 +271,8 @@ class RingAttention(torch.autograd.Function):
         kv, receive = torch.stack((k, v)), None
         dq, dkv = torch.zeros_like(q, dtype=lse.dtype), torch.zeros_like(kv, dtype=lse.dtype)
         for source, source_kv in ctx.bring_kv(kv, ctx.group):
-            # dkv travels one step behind kv: the rank before must add its tiles before it sends.
-            # So this step's tiles come first, while dkv is on its way
+            # In each step: compute this step's tiles, wait for dkv (the sums of the ranks before),
+            # add the tiles to it, send it on. So dkv travels while tiles are computed
             dkv_tiles = []
             for tile in ctx.tiles[source]:
                 dq_tile, *dkv_tile = tile_gradients(grad, q, source_kv, out, lse, tile)
@@ -368,13 +368,14 @@ class Ulysses(GroupModule):
         self.core = core
 
     def positions(self, length, starts=None):
-        """The positions that this rank holds: a part of its ring's, or of the sequence's."""
+        """The positions that this rank holds: a part of its ring rank's, or of the sequence's."""
         if not isinstance(self.core, Ring):
             return held_positions(length, self.rank, self.n, zigzag=False)
         return self.core.positions(length, self.n, starts).chunk(self.n)[self.rank]
 
     def forward(self, q, k, v, starts=None):
         check_qkv(q, k, v)
+        check_heads_divide(q, self.n)
         copies = self.n // math.gcd(k.shape[1], self.n)  # so that n divides H_kv copies
         kv = torch.cat((k, v), dim=-1).repeat_interleave(copies, dim=1)  # (B, H_kv copies, T', 2 D)
         q = Exchange.apply(q, self.group, 1, 2)  # (B, H / n, n T', D)
@@ -458,6 +459,11 @@ def check_qkv(q, k, v):
         found = ", ".join(f"{name} {tuple(t.shape)} {t.dtype}" for name, t in zip("qkv", (q, k, v)))
         takes = "q (B, H, T', D), k and v (B, H_kv, T', D) of one dtype, and H a multiple of H_kv"
         raise ValueError(f"attention takes {takes}, not {found}: transpose, cast or repeat heads")
+
+
+def check_heads_divide(q, n):
+    if q.shape[1] % n:  # gloo would exchange parts of heads
+        raise ValueError(f"{q.shape[1]} heads do not divide over {n} ranks: take fewer, or Ring")
 
 
 def check_chunks(q, ring, starts=None):

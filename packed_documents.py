@@ -3,16 +3,17 @@
     tokens     the cat sat | one two | to be or not to be      a token sees its own document, up to
     starts      0   0   0     3   3     5  5  5  5  5  5       itself
 
-A ring passes all keys by all ranks, but most are of documents that a rank has no token of. And a
-zigzag is even for one document, not where one is long and others are short.
+Ring attention sends every key to every rank, although a rank needs only the keys of documents that
+it holds a part of. And its zigzag balances one long document, but not several of different lengths.
 
-Split     Eight chunks per rank, dealt out by work: the heaviest first, to the rank with the least.
-          Work is the number of pairs of a query and a key. All rows of a batch are cut alike.
+Split     8 N equal chunks for N ranks. The chunk with the most work goes first, to the rank that
+          has the least work so far; each rank gets 8. Work is the number of pairs of a query and a
+          key. All rows of a batch are cut alike.
 Sent      In step s a rank sends to the rank s after it only the keys that are used there. Per block
           (4 G e + 2 A a) C_kv bytes: K and V of G tokens that others use, in forward and again in
           backward; dK and dV of A tokens of others. Other letters: context_parallel.py.
-Backward  The ring's, by the same tiles. dK and dV go straight home.
-Copy      The top of context_parallel.py as well: a DocumentRing is a Ring that sends otherwise.
+Backward  As in the ring, tile by tile. A key's gradient goes straight to the rank that holds it.
+Copy      The top of context_parallel.py as well: DocumentRing extends its Ring.
 
     torchrun --nproc_per_node=4 packed_documents.py      python packed_documents.py --kind ulysses
 
@@ -44,8 +45,8 @@ from context_parallel import (
 
 
 def visible(starts, queries, keys):
-    """Which keys a query sees: those of its document up to its own, (B, Tq, Tk) bool. starts
-    (B, T): where each token's document starts. queries, keys: positions."""
+    """Whether query i of row b sees key j, a key of the same document and not later: (B, Tq, Tk).
+    starts (B, T): where each token's document starts. queries, keys: positions."""
     same_document = starts[:, queries].unsqueeze(2) == starts[:, keys].unsqueeze(1)
     return same_document & (keys <= queries.unsqueeze(1))
 
@@ -60,7 +61,7 @@ def plain_document_attention(q, k, v, starts, held, group):
 
     kv = torch.cat((k, v), dim=-1).movedim(2, 0)  # (T', B, H, 2 D)
     sent = [kv[used(user, rank)] for user in ranks]
-    keys = [held[owner][used(rank, owner)] for owner in ranks]  # positions; its own are among them
+    keys = [held[owner][used(rank, owner)] for owner in ranks]  # positions, of own keys, too
     counts = [len(part) for part in keys], [len(part) for part in sent]
     received = all_to_all_single_autograd(torch.cat(sent), *counts, group)
     k, v = received.movedim(0, 2).chunk(2, dim=-1)
@@ -138,20 +139,22 @@ def document_tiles(queries, keys, starts):
     return tiles
 
 
-class Plan(NamedTuple):  # lists with an entry for each rank of the ring
-    tiles: list  # of this rank's queries with that rank's keys
-    used_by: list  # which of this rank's keys that rank uses: indices into (2, B, H_kv, T', D)
-    used_of: list  # which of that rank's keys this rank uses
+class Plan(NamedTuple):
+    tiles: list  # tiles[r]: of this rank's queries with rank r's keys
+    used_by: list  # used_by[r]: the keys here that rank r uses, an index into (2, B, H_kv, T', D)
+    used_of: list  # used_of[r]: the keys of rank r that this rank uses
 
 
 @lru_cache(maxsize=32)  # for all layers. starts is hashed by identity: never change it
 def find_plan(rank, n, tokens, zigzag, starts, device="cpu"):
+    check_documents(starts)
     held = deal_tokens(n * tokens, n, starts, zigzag)
 
-    def used(tiles):
+    def used(tiles):  # kv[this] is (keys, 2, H_kv, D): indexed dimensions come first
         keys = torch.zeros(len(starts), tokens, dtype=torch.bool)
         for tile in tiles:
-            keys[tile.rows, tile.keys] = not tile.causal  # causal: its own, which do not travel
+            if not tile.causal:  # a causal tile is of a rank's own keys, which do not travel
+                keys[tile.rows, tile.keys] = True
         rows, columns = (t.to(device) for t in keys.nonzero(as_tuple=True))
         return slice(None), rows, slice(None), columns
 
@@ -239,6 +242,13 @@ def check_starts(starts, q, n):
     if len(starts) != len(q) or starts.shape[1] > n * q.shape[2]:
         found = f"starts {tuple(starts.shape)} with q {tuple(q.shape)} on {n} ranks"
         raise ValueError(f"{found}: give starts (B, T) of the whole batch, as to positions()")
+
+
+def check_documents(starts):
+    """Such as documents' numbers in the place of their starts."""
+    sound = (0 <= starts) & (starts <= torch.arange(starts.shape[1]))
+    if not sound.all() or not torch.equal(starts.gather(1, starts), starts):
+        raise ValueError("starts must hold, for each token, the position of its document's first")
 
 
 # --- for model.py's GPT ---

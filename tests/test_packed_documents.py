@@ -123,6 +123,7 @@ def test_documents_send_the_keys_that_tiles_use(ranks):
 def test_the_plain_form_is_attention_within_documents(ranks):
     """Of any cut; its gradients, too."""
     size, starts = (3, 4, 4, 8), starts_of(LENGTHS)
+    pytest.raises(ValueError, pd.check_documents, torch.tensor([[0, 0, 0, 1, 1]]))  # numbers
     held = torch.randperm(64, generator=torch.Generator().manual_seed(1)).view(4, 16)
 
     def work(rank):
