@@ -111,8 +111,7 @@ class DDP:
 
     microbatches  the backward passes of a step. Buckets become full in the last one
     overlap       False: nothing is sent before finish()
-    all_reduce    in place of torch's, called with (flat, group=group). Returns a handle with
-                  wait(), or None if the sum is complete
+    all_reduce    in place of torch's: (flat, group=group) -> a handle with wait(), or None if done
 
     All ranks must start with equal weights. A parameter that got no gradient has zeros, not None,
     so weight decay moves it. If backward raises, end the run on all ranks: others may wait."""
