@@ -57,7 +57,8 @@ class EnterLinear(torch.autograd.Function):
         dx = dy @ weight  # this rank's part of the sum
         message = dist.all_reduce(dx, group=ctx.group, async_op=True)
         x, dy = x.flatten(0, -2), dy.flatten(0, -2)  # (B T, ...)
-        dw, db = dy.T @ x, dy.sum(0)
+        dw = dy.T @ x
+        db = dy.sum(0) if ctx.needs_input_grad[2] else None  # without a bias
         message.wait()
         return dx, dw, db, None
 
