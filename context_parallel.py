@@ -173,14 +173,14 @@ class Ring(GroupModule):
         super().__init__(group)
         self.zigzag = zigzag
 
-    def positions(self, length, multiple=1, starts=None):
+    def positions(self, length, multiple=1):
         """(T',): the positions of a sequence that this rank holds. Those from `length` on are
-        padding. starts: see packed_documents.py."""
+        padding."""
         return held_positions(length, self.rank, self.n, self.zigzag, multiple)
 
-    def forward(self, q, k, v, starts=None):
+    def forward(self, q, k, v):
         check_qkv(q, k, v)
-        check_chunks(q, self, starts)
+        check_chunks(q, self)
         return self.attend(q, k, v, ring_tiles(self.rank, self.n, q.shape[2], self.zigzag))
 
     def attend(self, q, k, v, tiles):
@@ -255,13 +255,13 @@ def attend_to_all(q, kv_by_rank, tiles):
 class RingAttention(torch.autograd.Function):
     """q (B, H, T', D), k and v (B, H_kv, T', D) of this rank's T' tokens -> attention to all ranks'
     keys (B, H, T', D). In backward keys and values travel again, and with them the sums of their
-    gradients. bring_kv, pass_dkv: how both travel (packed_documents.py has another way)."""
+    gradients."""
 
     @staticmethod
-    def forward(ctx, q, k, v, group, tiles, bring_kv=around_the_ring, pass_dkv=pass_on):
-        out, lse = attend_to_all(q, bring_kv(torch.stack((k, v)), group), tiles)
+    def forward(ctx, q, k, v, group, tiles):
+        out, lse = attend_to_all(q, around_the_ring(torch.stack((k, v)), group), tiles)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.group, ctx.tiles, ctx.bring_kv, ctx.pass_dkv = group, tiles, bring_kv, pass_dkv
+        ctx.group, ctx.tiles = group, tiles
         return out
 
     @staticmethod
@@ -270,7 +270,7 @@ class RingAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         kv, receive = torch.stack((k, v)), None
         dq, dkv = torch.zeros_like(q, dtype=lse.dtype), torch.zeros_like(kv, dtype=lse.dtype)
-        for source, source_kv in ctx.bring_kv(kv, ctx.group):
+        for source, source_kv in around_the_ring(kv, ctx.group):
             # In each step: compute this step's tiles, wait for dkv (the sums of the ranks before),
             # add the tiles to it, send it on. So dkv travels while tiles are computed
             dkv_tiles = []
@@ -282,9 +282,9 @@ class RingAttention(torch.autograd.Function):
                 dkv = receive()
             for tile, dkv_tile in zip(ctx.tiles[source], dkv_tiles):
                 dkv[:, tile.rows, :, tile.keys] += dkv_tile
-            receive = ctx.pass_dkv(dkv, ctx.group)
+            receive = pass_on(dkv, ctx.group)
         dkv = receive()  # after n hops: the sums for this rank's own keys
-        return dq.to(q.dtype), *dkv.to(k.dtype), None, None, None, None
+        return dq.to(q.dtype), *dkv.to(k.dtype), None, None
 
 
 # --- gather: all keys and values at once (Llama 3, arXiv:2407.21783, section 3.3.2)
@@ -367,20 +367,20 @@ class Ulysses(GroupModule):
         super().__init__(group)
         self.core = core
 
-    def positions(self, length, starts=None):
-        """The positions that this rank holds: a part of its ring rank's, or of the sequence's."""
+    def positions(self, length, **documents):
+        """The positions that this rank holds: a part of its ring rank's, or of the sequence's.
+        documents: starts=, for packed_documents.py's ring."""
         if not isinstance(self.core, Ring):
             return held_positions(length, self.rank, self.n, zigzag=False)
-        return self.core.positions(length, self.n, starts).chunk(self.n)[self.rank]
+        return self.core.positions(length, self.n, **documents).chunk(self.n)[self.rank]
 
-    def forward(self, q, k, v, starts=None):
+    def forward(self, q, k, v, *documents):
         check_qkv(q, k, v)
         check_heads_divide(q, self.n)
         copies = self.n // math.gcd(k.shape[1], self.n)  # so that n divides H_kv copies
         kv = torch.cat((k, v), dim=-1).repeat_interleave(copies, dim=1)  # (B, H_kv copies, T', 2 D)
         q = Exchange.apply(q, self.group, 1, 2)  # (B, H / n, n T', D)
         k, v = Exchange.apply(kv, self.group, 1, 2).chunk(2, dim=-1)
-        documents = () if starts is None else (starts,)  # PyTorch's attention takes none
         return Exchange.apply(self.core(q, k, v, *documents), self.group, 2, 1)
 
 
@@ -466,9 +466,7 @@ def check_heads_divide(q, n):
         raise ValueError(f"{q.shape[1]} heads do not divide over {n} ranks: take fewer, or Ring")
 
 
-def check_chunks(q, ring, starts=None):
-    if starts is not None:
-        raise ValueError("a ring of packed documents is packed_documents.DocumentRing")
+def check_chunks(q, ring):
     if q.shape[2] % ring.chunks and ring.zigzag and ring.n > 1:
         chunks = f"a rank holds {ring.chunks} equal chunks, not {q.shape[2]} tokens"
         raise ValueError(f"{chunks}: cut sequences by positions(), or give zigzag=False")
@@ -514,15 +512,12 @@ class SumRouterStats(GroupModule):
 
 import ddp
 import harness
-import packed_documents  # for --documents; it imports this file, so only here
 import proof
 import receipts.context_parallel
-from harness import documents
 
 
-def main(doc=__doc__, **defaults):
-    """packed_documents.py calls it with a docstring and a default of its own."""
-    parser = harness.parser(doc, **defaults)
+def main():
+    parser = harness.parser(__doc__)
     g = parser.add_argument_group("context parallelism")
     why = "how queries reach other ranks' keys: ulysses usually sends least, a ring takes any ranks"
     g.add_argument("--kind", choices=KINDS, default="ring", help=why)
@@ -539,10 +534,10 @@ def demo(run):
     args, context, group = run.args, run.config.context, dist.group.WORLD
     ring, ulysses = receipts.context_parallel.make_groups(run)  # None but for kind ring-ulysses
     groups = dict(ring_group=ring, ulysses_group=ulysses, zigzag=not args.contiguous)
-    parallelize = packed_documents.parallelize_documents if args.documents else parallelize_context
-    model = run.fill(parallelize(run.meta_model(), group, args.kind, **groups))
-    core = model.blocks["0"].attn.core
-    held = None if args.documents else core.positions(context).to(run.device)
+    model = run.fill(parallelize_context(run.meta_model(), group, args.kind, **groups))
+    held = model.blocks["0"].attn.core.positions(context).to(run.device)
+    positions = held.clamp(max=context - 1)  # padding must have some position
+    receipts.context_parallel.check_routers(run, len(held))
     parameters = list(model.parameters())
     # Each rank's gradients are those of its own tokens: summed as in data parallelism
     sync = ddp.DDP(parameters, group, args.microbatches)
@@ -551,14 +546,9 @@ def demo(run):
         sync.zero_grad()
         loss = run.zero()
         for tokens, targets, samples in run.microbatches(step):  # whole sequences, on every rank
-            starts = documents.starts_of(tokens, args)  # None without --documents
-            if args.documents:  # cut anew
-                held = core.positions(context, starts=starts).to(run.device)
-            receipts.context_parallel.check_routers(run, len(held))
             x, y = shard_sequence(tokens, held), shard_sequence(targets, held, -1)
             # The sum over this rank's tokens, divided by the global batch's number of targets
-            positions = held.clamp(max=context - 1)  # padding must have some position
-            part = model(x, positions, y, run.target_count, samples, starts)
+            part = model(x, positions, y, run.target_count, samples)
             part.backward()
             loss += part.detach()
         sync.finish()
@@ -568,8 +558,7 @@ def demo(run):
         harness.clip(parameters, norm, args.grad_clip)
         optimizer.step()
         run.log(loss, norm)
-    plans = ring_tiles, packed_documents.find_plan
-    return run.receipt(*receipts.context_parallel.of_demo(run, len(held), *plans))
+    return run.receipt(*receipts.context_parallel.of_demo(run, len(held), find_tiles=ring_tiles))
 
 
 if __name__ == "__main__":

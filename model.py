@@ -75,7 +75,7 @@ class Batch(NamedTuple):
 
     positions: torch.Tensor | None = None  # (T,), or (B, T) within documents
     rope: tuple | None = None  # their rotary_table
-    starts: torch.Tensor | None = None  # (B, T): where each token's document starts
+    documents: tuple = ()  # starts (B, T): where each token's document starts. () without
     drop_key: torch.Tensor | None = None  # (B, T): see Dropout
     target_count: torch.Tensor | int | None = None  # divides the losses, the routers' too
 
@@ -155,7 +155,8 @@ class GPT(nn.Module):
         if self.config.positions == "rope":
             dtype = next(self.parameters()).dtype
             rope = rotary_table(positions, self.config, dtype)
-        return Batch(positions, rope, starts, drop_key, target_count)
+        documents = () if starts is None else (starts,)
+        return Batch(positions, rope, documents, drop_key, target_count)
 
     def run_block(self, block, x, batch):  # harness/blocks.py replaces it, to recompute activations
         return block(x, batch)
@@ -193,7 +194,7 @@ class Attention(nn.Module):
         q, k, v = (t.flatten(2, 3).transpose(1, 2) for t in (q, k, v))  # (B, H or H_kv, T, D)
         if batch.rope is not None:
             q, k = rotate(q, batch.rope), rotate(k, batch.rope)
-        y = self.core(q, k, v, batch.starts)  # (B, H, T, D)
+        y = self.core(q, k, v, *batch.documents)  # (B, H, T, D)
         return self.proj(y.transpose(1, 2).flatten(2))
 
 

@@ -29,16 +29,20 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from context_parallel import (
+    KINDS,
     Ring,
-    RingAttention,
     Tile,
+    attend_to_all,
     check_chunks,
     check_qkv,
     parallelize_context,
+    shard_sequence,
     start_messages,
+    tile_gradients,
 )
 
 # --- the plainest form: which keys a rank needs, and the mask of its attention
@@ -96,8 +100,63 @@ class DocumentRing(Ring):
         check_chunks(q, self)
         check_starts(starts, q, self.n)
         plan = find_plan(self.rank, self.n, q.shape[2], self.zigzag, starts, q.device)
-        travel = partial(bring_used_keys, plan), SendHome(plan)
-        return RingAttention.apply(q, k, v, self.group, plan.tiles, *travel)
+        return DocumentRingAttention.apply(q, k, v, self.group, plan)
+
+
+class DocumentRingAttention(torch.autograd.Function):
+    """As RingAttention. But in step s keys go straight to the rank s after this one, and their
+    gradients straight home."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, group, plan):
+        kv_by_rank = bring_used_keys(torch.stack((k, v)), group, plan)
+        out, lse = attend_to_all(q, kv_by_rank, plan.tiles)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.group, ctx.plan = group, plan
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        q, k, v, out, lse = ctx.saved_tensors
+        group, plan = ctx.group, ctx.plan
+        rank, n = dist.get_rank(group), dist.get_world_size(group)
+        kv = torch.stack((k, v))
+        dq, dkv = torch.zeros_like(q, dtype=lse.dtype), torch.zeros_like(kv, dtype=lse.dtype)
+        receive = places = None  # of the step before: waits for a message; where it is added
+        for owner, owner_kv in bring_used_keys(kv, group, plan):
+            # dkv is of this rank's keys, part of the owner's: the same in the first step
+            part = dkv if owner == rank else torch.zeros_like(dkv)
+            for tile in plan.tiles[owner]:
+                dq_tile, *dkv_tile = tile_gradients(grad, q, owner_kv, out, lse, tile)
+                dq[tile.rows, :, tile.queries] += dq_tile
+                part[:, tile.rows, :, tile.keys] += torch.stack(dkv_tile)
+            if receive:
+                dkv[places] += receive()
+            if owner != rank:
+                user = (2 * rank - owner) % n  # as many ranks after this one as the owner before
+                sent, places = part[plan.used_of[owner]], plan.used_by[user]
+                receive = start_messages(sent, owner, torch.empty_like(dkv[places]), user, group)
+            del part  # its memory serves for the next one
+        if receive:
+            dkv[places] += receive()
+        return dq.to(q.dtype), *dkv.to(k.dtype), None, None
+
+
+def bring_used_keys(kv, group, plan):
+    """Yield (rank, its keys and values) for all ranks, beginning with this one. Of others only the
+    keys that tiles use have arrived. While the caller computes, the next ones travel."""
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    owner, owner_kv = rank, kv
+    arrived = torch.zeros_like(kv) if n > 1 else None
+    for step in range(1, n):
+        user, next_owner = (rank + step) % n, (rank - step) % n
+        sent, places = kv[plan.used_by[user]], plan.used_of[next_owner]
+        receive = start_messages(sent, user, torch.empty_like(kv[places]), next_owner, group)
+        yield owner, owner_kv
+        arrived[places] = receive()
+        owner, owner_kv = next_owner, arrived
+    yield owner, owner_kv
 
 
 def deal_tokens(length, n, starts, zigzag=True, multiple=1):
@@ -120,22 +179,24 @@ def deal_tokens(length, n, starts, zigzag=True, multiple=1):
 
 
 def document_tiles(queries, keys, starts):
-    """The tiles of one rank's queries with one's keys, both by their positions. The keys that a
-    query sees are neighbours. So no tile needs a mask, but the causal one with its own keys."""
-    own, real = torch.equal(queries, keys), queries[queries < starts.shape[1]]
+    """The tiles of one rank's queries with one rank's keys, both given by their positions. Keys are
+    in order, so query i sees keys[first[i]:end[i]]. Neighbouring queries that see the same keys
+    make one tile, which needs no mask. Own keys: one causal tile per document."""
+    own = torch.equal(queries, keys)
+    queries = queries[queries < starts.shape[1]]  # without padding
     tiles = []
-    for row, start in enumerate(starts[:, real]):
-        first, end = torch.searchsorted(keys, torch.stack((start, real)))
-        if own:  # a tile per document
-            end = first
-        # Neighbouring queries that see the same keys make one tile
+    for row, start in enumerate(starts[:, queries]):
+        first = torch.searchsorted(keys, start)
+        end = first if own else torch.searchsorted(keys, queries)
         seen, sizes = torch.stack((first, end)).unique_consecutive(dim=1, return_counts=True)
-        for first, end, size, stop in zip(*seen.tolist(), sizes.tolist(), sizes.cumsum(0).tolist()):
-            place, rows = slice(stop - size, stop), slice(row, row + 1)
+        stop = 0
+        for first, end, size in zip(*seen.tolist(), sizes.tolist()):
+            begin, stop = stop, stop + size
+            tile_queries, rows = slice(begin, stop), slice(row, row + 1)
             if own:
-                tiles.append(Tile(place, place, True, rows))
+                tiles.append(Tile(tile_queries, tile_queries, True, rows))
             elif first < end:
-                tiles.append(Tile(place, slice(first, end), False, rows))
+                tiles.append(Tile(tile_queries, slice(first, end), False, rows))
     return tiles
 
 
@@ -149,59 +210,22 @@ class Plan(NamedTuple):
 def find_plan(rank, n, tokens, zigzag, starts, device="cpu"):
     check_documents(starts)
     held = deal_tokens(n * tokens, n, starts, zigzag)
-
-    def used(tiles):  # kv[this] is (keys, 2, H_kv, D): indexed dimensions come first
-        keys = torch.zeros(len(starts), tokens, dtype=torch.bool)
-        for tile in tiles:
-            if not tile.causal:  # a causal tile is of a rank's own keys, which do not travel
-                keys[tile.rows, tile.keys] = True
-        rows, columns = (t.to(device) for t in keys.nonzero(as_tuple=True))
-        return slice(None), rows, slice(None), columns
-
     tiles = [document_tiles(held[rank], keys, starts) for keys in held]
     others = [document_tiles(queries, held[rank], starts) for queries in held]
-    return Plan(tiles, [used(of_rank) for of_rank in others], [used(of_rank) for of_rank in tiles])
+    where = len(starts), tokens, device
+    used_by = [index_of_keys(of_rank, *where) for of_rank in others]
+    return Plan(tiles, used_by, [index_of_keys(of_rank, *where) for of_rank in tiles])
 
 
-def bring_used_keys(plan, kv, group):
-    """As around_the_ring. In step s a rank sends to the rank s after it the keys used there."""
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    arrived = kv
-    for step in range(1, n):
-        user, owner = (rank + step) % n, (rank - step) % n
-        sent, places = kv[plan.used_by[user]], plan.used_of[owner]
-        receive = start_messages(sent, user, torch.empty_like(kv[places]), owner, group)
-        yield (owner + 1) % n, arrived
-        if arrived is kv:
-            arrived = torch.zeros_like(kv)  # for all steps: tiles read only what has arrived
-        arrived[places] = receive()
-    yield (rank + 1) % n, arrived
-
-
-class SendHome:
-    """As pass_on, for gradients: those of step s go to the rank s before, which adds them up."""
-
-    def __init__(self, plan):
-        self.plan, self.step, self.total = plan, 0, None
-
-    def __call__(self, dkv, group):
-        rank, n = dist.get_rank(group), dist.get_world_size(group)
-        if self.step == 0:  # at home already
-            self.total = dkv
-        user, owner = (rank + self.step) % n, (rank - self.step) % n
-        sent, places = dkv[self.plan.used_of[owner]], self.plan.used_by[user]
-        receive = start_messages(sent, owner, torch.empty_like(dkv[places]), user, group)
-        self.step = (self.step + 1) % n
-
-        def wait():
-            self.total[places] += receive()
-            if self.step == 0:
-                total, self.total = self.total, None  # else the graph of autograd would hold it
-                return total
-            # More tiles follow. Sums for other ranks' keys begin at zero
-            return torch.zeros_like(dkv) if dkv is self.total else dkv.zero_()
-
-        return wait
+def index_of_keys(tiles, rows, tokens, device):
+    """Which keys tiles use, as an index into kv (2, B, H_kv, T', D). kv[index] is (keys, 2, H_kv,
+    D): indexed dimensions come first. Nothing for causal tiles: a rank's own keys don't travel."""
+    used = torch.zeros(rows, tokens, dtype=torch.bool)
+    for tile in tiles:
+        if not tile.causal:
+            used[tile.rows, tile.keys] = True
+    rows, columns = (t.to(device) for t in used.nonzero(as_tuple=True))
+    return slice(None), rows, slice(None), columns
 
 
 # --- on one rank, or after Ulysses has brought the whole sequence
@@ -271,13 +295,60 @@ def parallelize_documents(model, group, kind="ring", **options):
 
 # --- demo ---
 
-import context_parallel
+import ddp
 import harness
+import proof
+import receipts.context_parallel
+from harness.documents import add_flag, starts_of
 
 
 def main():
-    """The training loop is context_parallel.py's, with a DocumentRing."""
-    context_parallel.main(__doc__, documents="<|endoftext|>")
+    parser = harness.parser(__doc__, documents="<|endoftext|>")
+    g = parser.add_argument_group("packed documents")
+    why = "how queries reach other ranks' keys (gather is a ring here)"
+    g.add_argument("--kind", choices=KINDS, default="ring", help=why)
+    receipts.context_parallel.flags(g)
+    add_flag(g)
+    args = parser.parse_args()
+    receipts.context_parallel.check(args)
+    heads = harness.configure(args).heads
+    harness.check_batch(args, 1)
+    grid = receipts.context_parallel.grid
+    proof.launch(demo, args, check=lambda ranks: grid(args.kind, ranks, args.rings, heads))
+
+
+def demo(run):
+    args, context, group = run.args, run.config.context, dist.group.WORLD
+    ring, ulysses = receipts.context_parallel.make_groups(run)  # None but for kind ring-ulysses
+    # nccl connects all ranks of a group in its first message: later some may have no keys to send
+    dist.all_reduce(run.zero(), group=ring)
+    groups = dict(ring_group=ring, ulysses_group=ulysses, zigzag=not args.contiguous)
+    model = run.fill(parallelize_documents(run.meta_model(), group, args.kind, **groups))
+    core = model.blocks["0"].attn.core
+    parameters = list(model.parameters())
+    sync = ddp.DDP(parameters, group, args.microbatches)  # as in context_parallel.py
+    optimizer = harness.make_optimizer(parameters, args)
+    for step in run.steps(optimizer):
+        sync.zero_grad()
+        loss = run.zero()
+        for tokens, targets, samples in run.microbatches(step):  # whole sequences, on every rank
+            starts = starts_of(tokens, args)
+            held = core.positions(context, starts=starts).to(run.device)  # cut anew each time
+            receipts.context_parallel.check_routers(run, len(held))
+            x, y = shard_sequence(tokens, held), shard_sequence(targets, held, -1)
+            positions = held.clamp(max=context - 1)  # padding must have some position
+            # The model counts a token's position from `starts`, the start of its document
+            part = model(x, positions, y, run.target_count, samples, starts)
+            part.backward()
+            loss += part.detach()
+        sync.finish()
+        dist.all_reduce(loss, group=group)
+        norm = harness.grad_norm(parameters)
+        run.check(loss, norm, model.named)
+        harness.clip(parameters, norm, args.grad_clip)
+        optimizer.step()
+        run.log(loss, norm)
+    return run.receipt(*receipts.context_parallel.of_demo(run, len(held), find_plan=find_plan))
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ PIPELINE = "pipeline.py --layers 16 --microbatches 16 --schedule"
 TECHNIQUES += [f"{PIPELINE} {name}" for name in zero_bubble.ALL_SCHEDULES]
 TECHNIQUES += ["context_parallel.py --dtype bfloat16", "expert_parallel.py --dtype bfloat16"]
 # Documents: FlashAttention takes them in one run
-TECHNIQUES += ["context_parallel.py --kind ulysses --documents e --dtype bfloat16"]
+TECHNIQUES += ["packed_documents.py --kind ulysses --documents e --dtype bfloat16"]
 LAYOUTS = {  # ranks: flags of train.py
     2: ["--dp 2 --zero 3", "--tp 2 --sp", "--pp 2", "--cp 2 --recompute block"],
     4: ["--tp 2 --sp --pp 2 --schedule zb-h1", "--dp 2 --cp 2 --ep 4 --experts 4"],

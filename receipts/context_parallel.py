@@ -27,7 +27,7 @@ def flags(group):
     group.add_argument("--contiguous", action="store_true", help=why)
     instead = "train.py --cp 4 --sample N --prompt TEXT draws tokens after a prompt"
     gone(group, "--prefill", instead)
-    documents.add_flag(group)
+    gone(group, "--documents", "packed_documents.py is a lesson of its own")
     gone(group, "--plot", "docs/learn/long-sequences.md has the picture")
 
 
@@ -84,8 +84,6 @@ def make_groups(run):
     if run.args.kind == "ring-ulysses":
         ring, ulysses = subgroups(*grid(run.args.kind, run.world, run.args.rings))
     run.groups(cp=dist.group.WORLD, ring=ring, ulysses=ulysses)
-    if run.args.documents:  # nccl connects all ranks in a first message: some may have none to send
-        dist.all_reduce(torch.zeros(1, device=run.device), group=ring)
     return ring, ulysses
 
 
@@ -130,26 +128,26 @@ def expected(sizes, group, kind, rings, used=None):
     return sent, held(sizes, activations="1/N of one process's")
 
 
-def of_demo(run, tokens, ring_tiles, find_plan):
+def of_demo(run, tokens, find_tiles=None, find_plan=None):
     """(layout, sent, held, notes) of the demo's receipt. Gradients are summed as by ddp.py.
 
-    tokens: of a rank, with padding. ring_tiles, find_plan: context_parallel.py's and
+    tokens: of a rank, with padding. find_tiles: context_parallel.py's ring_tiles. Or find_plan,
     packed_documents.py's."""
     args, n = run.args, run.world
     group, sizes = Group("cp", n), sizes_of(args, run.config, length=tokens)
     ring, ulysses = grid(args.kind, n, args.rings)
     where = ring, tokens * ulysses, not args.contiguous
     used, batches = None, run.microbatches(run.measured)
-    if args.documents and ring > 1:
+    if find_plan and ring > 1:
         used = tokens_used(find_plan, batches, args, run.rank // ulysses, *where)
     sent, held = expected(sizes, group, args.kind, args.rings, used)
     sent = add(ddp.expected(sizes, group)[0], sent)
     layout = {"cp": n, "kind": args.kind, "ring": ring, "ulysses": ulysses}
-    if args.documents:
+    if find_plan:
         starts = documents.starts_of(batches[-1][0], args)
         tiles = [find_plan(rank, *where, starts).tiles for rank in range(ring)]
     else:
-        tiles = [ring_tiles(rank, *where) for rank in range(ring)]
+        tiles = [find_tiles(rank, *where) for rank in range(ring)]
     even = " ".join(f"{share:.0%}" for share in shares(tiles))
     notes = [f"work of attention, of an even share, by rank of the ring: {even}"]
     if used:

@@ -41,12 +41,13 @@ def attention(rank, way, world, size, length, seed, dtype, starts=None):
         with mock.patch.object(cp, "fused_kernel", lambda q: name), efficient_kernels():
             return attention(rank, "ring", world, size, length, seed, dtype, starts)
     core = make_core(way, world, cp.Ring if starts is None else pd.DocumentRing)
-    where = core.positions(length, starts=starts)
+    documents = {} if starts is None else {"starts": starts}
+    where = core.positions(length, **documents)
     padded = [F.pad(t, (0, 0, 0, world * len(where) - length)) for t in inputs(size, length, seed)]
     q, k, v, grad = (t[:, :, where].to(dtype).contiguous() for t in padded)
     for t in (q, k, v):
         t.requires_grad_()
-    out = core(q, k, v, starts)
+    out = core(q, k, v, *documents.values())
     out.backward(grad)
     return where, [t.detach() for t in (out, q.grad, k.grad, v.grad)]
 

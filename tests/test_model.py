@@ -163,7 +163,7 @@ def test_half_keeps_one_tile_of_a_ring():
     """However many kernels attention is made of."""
 
     class Tiles(gpt.AttentionCore):
-        def forward(self, q, k, v, starts):
+        def forward(self, q, k, v):
             return sum(super(Tiles, self).forward(q, k, v) for _ in range(self.tiles))
 
     held, (tokens, targets) = [], batch(rows=6)

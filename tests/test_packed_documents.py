@@ -62,7 +62,7 @@ def off_by_one(starts):
 
 
 def test_documents_send_the_keys_that_tiles_use(ranks):
-    """No others, in any batch. Planted: one key too few, a gradient that is not added."""
+    """No others, in any batch. Planted: one key too few."""
     rng = random.Random(5)
     for ring in (1, 2, 3, 8):
         for rows, total in ((1, 9), (3, 100), (2, 256)):
@@ -85,7 +85,7 @@ def test_documents_send_the_keys_that_tiles_use(ranks):
     assert sent / (3 * 256) == pytest.approx(0.52, abs=0.005)
 
     size, starts = (3, 4, 2, 8), starts_of(LENGTHS)
-    find_plan, send_home = pd.find_plan, pd.SendHome.__call__
+    find_plan = pd.find_plan
 
     def one_less(*where):
         plan = find_plan(*where)
@@ -95,29 +95,12 @@ def test_documents_send_the_keys_that_tiles_use(ranks):
 
         return plan._replace(used_by=rest(plan.used_by), used_of=rest(plan.used_of))
 
-    def forget(self, dkv, group):
-        wait = send_home(self, dkv, group)
-
-        def forgotten():
-            total, before = self.total, self.total.clone()
-            result = wait()
-            total.copy_(before)
-            return result
-
-        return forgotten
-
     def work(rank):
-        found = []
-        for place, name, bug in ((pd, "find_plan", one_less), (pd.SendHome, "__call__", forget)):
-            with mock.patch.object(place, name, bug):
-                found.append(attention(rank, "ring", 4, size, 64, 7, torch.float64, starts))
-        return found
+        with mock.patch.object(pd, "find_plan", one_less):
+            return attention(rank, "ring", 4, size, 64, 7, torch.float64, starts)
 
     expected = plain(size, 64, 7, documents=DOCUMENTS)
-    too_few, forgotten = (whole(parts, 64) for parts in zip(*ranks(4, work), strict=True))
-    assert all((a - b).abs().max() > 1e-3 for a, b in zip(too_few, expected))
-    off = [(a - b).abs().max().item() > 1e-3 for a, b in zip(forgotten, expected)]
-    assert off == [False, False, True, True]
+    assert all((a - b).abs().max() > 1e-3 for a, b in zip(whole(ranks(4, work), 64), expected))
 
 
 def test_the_plain_form_is_attention_within_documents(ranks):
