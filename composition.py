@@ -5,7 +5,7 @@
     dp 1        2       3      a column  data parallelism: the same shards, other data
 
 Order     First a technique cuts the model: its tensors, its experts or its layers. Then data
-          parallelism (DDP, ZeRO, FSDP, Muon) takes a rank's shards as the model of its column.
+          parallelism (DDP, ZeRO, FSDP) takes a rank's shards as the model of its column.
 Sum       A gradient is summed over the ranks that have the same shard and saw other data: over a
           column. For some parameters the cutting technique says otherwise, by an attribute:
 
@@ -21,7 +21,7 @@ Norm      Every element counts once. A rank squares its part of each gradient an
           number of ranks that have the same part. The whole grid adds up.
 Sent      What each technique sends alone, over its own groups. For the norm 8 bytes per group.
 Use       docs/use/two-techniques.md has the loop for each pair, on a model of plain modules.
-Copy      The tops of zero.py, fsdp.py and muon.py, too. Delete the classes that you don't use.
+Copy      The tops of zero.py and fsdp.py, too. Delete the classes that you don't use.
 
     torchrun --nproc_per_node=4 composition.py --tp 2           python train.py --tp 2 --zero 3
 
@@ -30,13 +30,11 @@ Narayanan et al. 2021, arXiv:2104.04473. Zhao et al. 2023 (hybrid sharding), arX
 
 import contextlib
 import math
-from collections import Counter
 
 import torch
 import torch.distributed as dist
 
 from fsdp import FSDP
-from muon import Muon, PlainMuon, deal_to_owners, flops
 from zero import ZeRO
 
 # --- the plainest form: sum each gradient over the right ranks, and count each element once
@@ -88,6 +86,7 @@ def norm_in_grid(parameters, groups, pipeline_group=None):
 def norm_of_parts(parts, groups, pipeline_group=None):
     """parts: [(parameter, what this rank has of its gradient, the number of shards into which its
     data-parallel ranks have split it)]."""
+    check_grid([p for p, _, _ in parts], groups)
     gradients = {}  # {number of ranks that have the same part: gradients}
     for p, gradient, shards in parts:
         # All ranks' squares are added. 2 x 2 ranks, tp cuts a matrix and leaves its bias whole:
@@ -119,78 +118,114 @@ def is_within(inner, outer):
     return ranks.issubset(dist.get_process_group_ranks(outer))
 
 
-# --- ZeRO and FSDP in a grid. Beside ZeRO alone this is new:
-# kind_of, make_bucket   the parameters of a bucket are summed over the same groups
-# finish                 then partial sums are added
-# grad_norm              counts each element once in the grid
+# --- ZeRO and FSDP in a grid. Each of three classes adds one thing:
+#     InGrid           parameters that another technique has cut
+#     HybridSharding   a whole replica of the states on each node (HSDP)
+#     InPipeline       several stages on a rank, backward in two parts
 
 
-def grid_of(parameters, data_group):
-    """The groups of the grid: the column, and those of the parameter that is cut over most ranks.
-    Every other parameter must be cut within these, or whole on them."""
-    cuts = []
-    for p in parameters:
-        if placed(p, "data", data_group) is data_group:  # experts' groups are parts of a column
-            cuts.append(groups_cutting(p))
-    return [data_group, *max(cuts, key=count_ranks, default=[])]
-
-
-class Composed:
-    """ZeRO and FSDP for a model that another technique has cut. The loop and the other arguments
-    are theirs.
-
-        zero = ComposedZeRO(model, dp, 1, torch.optim.AdamW, microbatches=2)
-
-    hsdp             hybrid sharding: {group: (node, across)}. Each node holds a whole replica of
-                     the states, split over the ranks of `node`. `across`: the ranks of all nodes
-                     with the same shard; None if there is one node
-    pipeline_stages  {stage: its module}, for a rank with several. ZeRO counts backward passes, so
-                     it must know whose each is: Pipeline(..., around=zero.around) tells it"""
+class InGrid:
+    """ZeRO for a model that another technique has cut. A bucket's parameters are all summed over
+    the same groups. Each element counts once in the norm: zero.grad_norm([dp, tp])."""
 
     takes_shards = True  # ZeRO alone refuses parameters with a placement
 
-    def __init__(self, model, group, *arguments, hsdp=None, pipeline_stages=None, **options):
+    def kind_of(self, p):
+        data_group = placed(p, "data", self.group)
+        check_data_group(p, data_group)
+        return *super().kind_of(p), data_group, tuple(placed(p, "partial", ()))
+
+    def make_bucket(self, parameters, **options):
+        options["group"] = placed(parameters[0], "data", self.group)
+        return super().make_bucket(parameters, **options)
+
+    def finish(self):
+        if self.last_call == "finish":  # called again: don't add partial sums twice
+            return
+        super().finish()
+        for bucket in self.trained_buckets:
+            for group in placed(bucket.parameters[0], "partial", ()):  # mostly none: not overlapped
+                dist.all_reduce(bucket.gradient_shard, group=group)
+
+    def grad_norm(self, groups=None, pipeline_group=None):
+        """The arguments of norm_in_grid. groups: by default the data-parallel ranks alone."""
+        self.finish()
+        parts = []
+        for bucket in self.trained_buckets:
+            for i, p in enumerate(bucket.parameters):
+                parts.append((p, bucket.part_of(i, bucket.gradient_shard), bucket.ranks))
+        return norm_of_parts(parts, groups or [self.group], pipeline_group)
+
+
+class HybridSharding:
+    """ZeRO where each node holds a whole replica of the states, split over its own ranks. So the
+    weights are gathered inside nodes only. Gradients are summed twice: reduce-scattered inside a
+    node, then each shard all-reduced with its replicas on the other nodes.
+
+    hsdp    {group: (node, across)}, for the data-parallel group, and for that of experts.
+            node: the ranks that split a replica. across: the ranks of all nodes with the same
+            shard, or None if there is one node"""
+
+    def __init__(self, model, group, *arguments, hsdp=None, **options):
         self.hsdp = hsdp or {}
+        self.replica_sums = []  # of shards over replicas, on their way
+        check_hsdp(self.hsdp)
+        super().__init__(model, group, *arguments, **options)
+
+    def make_bucket(self, parameters, group=None, **options):
+        group = group or self.group
+        node, across = self.hsdp.get(group, (group, None))
+        bucket = super().make_bucket(parameters, group=node, **options)
+        bucket.replica_group = across
+        return bucket
+
+    def shard_is_summed(self, bucket):  # over the node
+        if bucket.replica_group is not None and bucket.passes_left == 0:
+            options = dict(group=bucket.replica_group, async_op=True)
+            self.replica_sums.append(dist.all_reduce(bucket.gradient_shard, **options))
+
+    def finish(self):
+        super().finish()
+        while self.replica_sums:
+            self.replica_sums.pop().wait()
+
+
+class InPipeline:
+    """ZeRO for a rank with several stages of a pipeline. ZeRO counts backward passes, so it must
+    know which stage's each one is: give Pipeline(..., around=zero.around).
+
+    pipeline_stages  {stage: its module}"""
+
+    def __init__(self, model, group, *arguments, pipeline_stages=None, **options):
         self.pipeline_stages = pipeline_stages or {None: model}
-        self.replica_sums = []  # HSDP's sums of shards over replicas, on their way
-        self.action = None  # what a pipeline is running: see `around`
-        self.stages_of = dict.fromkeys(model.parameters(), ())  # the pipeline stages that use it
+        self.action = None  # what the pipeline is running
+        self.stages_of = dict.fromkeys(model.parameters(), ())  # those that use it
         for stage, part in self.pipeline_stages.items():
             for p in part.parameters():
                 self.stages_of[p] += (stage,)
-        check_hsdp(self.hsdp)
         super().__init__(model, group, *arguments, **options)
         del self.stages_of  # ZeRO has put new parameters into the model
 
-    # --- buckets: of parameters that are summed over the same ranks
-
     def kind_of(self, p):
-        partial = tuple(placed(p, "partial", ()))
-        check_data_group(p, placed(p, "data", self.group))
-        return *super().kind_of(p), placed(p, "data", self.group), partial, self.stages_of[p]
+        return *super().kind_of(p), self.stages_of[p]
 
     def make_bucket(self, parameters, **options):
-        data_group = placed(parameters[0], "data", self.group)
-        shard_group, replica_group = self.hsdp.get(data_group, (data_group, None))
         stages = self.stages_of[parameters[0]]  # each has backward passes of its own
         passes = self.microbatches * len(stages)
-        bucket = super().make_bucket(parameters, group=shard_group, passes=passes, **options)
-        bucket.replica_group = replica_group
+        bucket = super().make_bucket(parameters, passes=passes, **options)
         bucket.pipeline_stages = stages
         return bucket
 
-    # --- in a pipeline: a backward pass is of one stage, and reduces that stage's buckets
-
     @contextlib.contextmanager
     def around(self, action):
-        """For Pipeline(..., around=zero.around), which says what it is running."""
+        """Called by the pipeline for each action that it runs."""
         self.action = action
         try:
             yield
         finally:
             self.action = None
 
-    def buckets_of_pass(self):
+    def buckets_of_pass(self):  # a backward pass reduces its stage's buckets
         buckets = super().buckets_of_pass()
         if self.action is None:
             return buckets
@@ -201,40 +236,19 @@ class Composed:
         if self.action is None or self.action.kind != "I":
             super()._reduce_ready(anyway)
 
-    # --- after the sum over the column: over nodes (HSDP), of partial sums, for the norm
 
-    def shard_is_summed(self, bucket):
-        if bucket.replica_group is not None and bucket.passes_left == 0:
-            options = dict(group=bucket.replica_group, async_op=True)
-            self.replica_sums.append(dist.all_reduce(bucket.gradient_shard, **options))
+class ComposedZeRO(InPipeline, InGrid, HybridSharding, ZeRO):
+    """ZeRO with all three. The loop and the other arguments are ZeRO's.
 
-    def finish(self):
-        if self.last_call == "finish":  # called again: don't add partial sums twice
-            return
-        super().finish()
-        while self.replica_sums:  # these first: partial sums are added up of complete shards
-            self.replica_sums.pop().wait()
-        for bucket in self.trained_buckets:
-            for group in placed(bucket.parameters[0], "partial", ()):  # mostly none: not overlapped
-                dist.all_reduce(bucket.gradient_shard, group=group)
+        zero = ComposedZeRO(model, dp, 1, torch.optim.AdamW, microbatches=2)
+        # the rest as with ZeRO, but for the norm
+        norm = zero.grad_norm([dp, tp])
 
-    def grad_norm(self, pipeline_group=None):
-        """pipeline_group: the ranks with the other stages of a pipeline."""
-        self.finish()
-        parts = []
-        for bucket in self.trained_buckets:
-            for i, p in enumerate(bucket.parameters):
-                parts.append((p, bucket.part_of(i, bucket.gradient_shard), bucket.ranks))
-        grid = grid_of(self.model.parameters(), self.group)
-        return norm_of_parts(parts, grid, pipeline_group)
+    Options: those of ZeRO, hsdp and pipeline_stages."""
 
 
-class ComposedZeRO(Composed, ZeRO):
-    """ZeRO in a grid: see Composed."""
-
-
-class ComposedFSDP(Composed, FSDP):
-    """FSDP in a grid: see Composed. Each pipeline stage has units of its own."""
+class ComposedFSDP(InPipeline, InGrid, HybridSharding, FSDP):
+    """FSDP with all three, as ComposedZeRO. Each pipeline stage has units of its own."""
 
     def make_units(self, model, units):
         self.units_of_stage = {}
@@ -249,101 +263,6 @@ class ComposedFSDP(Composed, FSDP):
         return self.units if self.action is None else self.units_of_stage[self.action.stage]
 
 
-# --- Muon in a grid
-
-
-class ShardedMuon(PlainMuon):
-    """PlainMuon for shards of matrices. All ranks that share a matrix gather the direction, iterate
-    on the whole, and keep their part."""
-
-    def update_of(self, direction, p, dtype):
-        cuts = self.cuts_within(p)
-        if not cuts:
-            return super().update_of(direction, p, dtype)
-        [(dim, (group, start, length))] = cuts  # tensor parallelism cuts in one dimension
-        shards = [torch.empty_like(direction) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(shards, direction, group=group)
-        # Without the padding of the last shards, so that the scale is that of the true shape
-        whole = torch.cat(shards, dim).narrow(dim, 0, p.placement["shape"][dim])
-        update = super().update_of(whole, p, dtype).narrow(dim, start, length)
-        padded = torch.zeros_like(p)
-        padded.narrow(dim, 0, length).copy_(update)
-        return padded
-
-    def cuts_within(self, p):
-        """[(dimension, cut)] of the cuts that go through p's matrices. A cut between matrices, such
-        as heads or a stack's experts, leaves each whole. Dimension None cuts none: the other ranks
-        have other matrices, such as experts that are modules."""
-        first = 1 if hasattr(p, "matrix_rows") else p.dim() - 2
-        cuts = placed(p, "cuts", {}).items()
-        return [(dim, cut) for dim, cut in cuts if dim is not None and dim >= first]
-
-    found_inf = None  # a tensor: where it is 1 a step changes nothing, as in torch's optimizers
-
-    def step_on(self, p, settings):
-        if self.found_inf is not None:
-            # lr = 0 keeps the weights. A gradient that equals the average keeps the average
-            average = self.state[p].get("average", 0.0)
-            p.grad.copy_(torch.where(self.found_inf > 0, average, p.grad))
-            settings = settings | {"lr": settings["lr"] * (1 - self.found_inf.double())}
-        super().step_on(p, settings)
-
-
-class ComposedMuon(Muon):
-    """Muon in a grid. The loop and the other arguments are Muon's.
-
-    pipeline_stages  {stage: its module}, of a rank with several"""
-
-    optimizer_class = ShardedMuon
-    takes_shards = True
-
-    def __init__(self, model, group, *arguments, pipeline_stages=None, **options):
-        modules = pipeline_stages.values() if pipeline_stages else [model]
-        # A tied matrix gets a gradient from each stage that uses it
-        self.uses = Counter(p for module in modules for p in module.parameters())
-        super().__init__(model, group, *arguments, **options)
-
-    def kind_of(self, p):
-        partial = tuple(placed(p, "partial", ()))
-        check_data_group(p, placed(p, "data", self.group))
-        return *super().kind_of(p), placed(p, "data", self.group), partial, *groups_cutting(p)
-
-    def owners_of(self, matrices):
-        def work(p):  # of the whole matrix
-            return flops(p, placed(p, "shape", p.shape))
-
-        owners = {}  # experts are dealt to their own replicas, apart from the rest
-        for group in {placed(p, "data", self.group): None for p in matrices}:
-            own = [p for p in matrices if placed(p, "data", self.group) is group]
-            owners |= deal_to_owners(own, dist.get_world_size(group), work)
-        return owners
-
-    def make_bucket(self, parameters, owner):
-        data_group = placed(parameters[0], "data", self.group)
-        bucket = super().make_bucket(parameters, owner, data_group)
-        bucket.grads_per_step = self.microbatches * sum(self.uses[p] for p in parameters)
-        return bucket
-
-    def finish(self):
-        if self.finished:
-            return
-        super().finish()
-        for bucket in self.buckets:
-            for group in placed(bucket.parameters[0], "partial", ()):  # mostly none: not overlapped
-                if len(bucket.own_gradient):
-                    dist.all_reduce(bucket.own_gradient, group=group)
-
-    def grad_norm(self, pipeline_group=None):
-        """pipeline_group: the ranks with the other stages of a pipeline."""
-        self.finish()
-        parts = []
-        for bucket in self.buckets:  # of parameters that are cut alike
-            shards = dist.get_world_size(bucket.group)
-            parts.append((bucket.parameters[0], bucket.own_gradient, shards))
-        grid = grid_of(self.model.parameters(), self.group)
-        return norm_of_parts(parts, grid, pipeline_group)
-
-
 # --- mistakes that would be silent: refused
 
 
@@ -355,35 +274,60 @@ def check_data_group(p, data_group):
             raise ValueError(f"a sum would add gradients of different shards: {advice}")
 
 
+def check_grid(parameters, groups):
+    cut_over = set()
+    for p in parameters:
+        if placed(p, "data", None) is None:  # experts may be dealt out over several groups
+            cut_over.update(groups_cutting(p))
+    for group in cut_over:
+        if not any(is_within(group, of_grid) for of_grid in groups):
+            ranks = dist.get_process_group_ranks(group)
+            raise ValueError(f"the norm lacks ranks of {ranks}: give all of the grid, [dp, tp]")
+
+
 def check_hsdp(hsdp):
-    for shard_group, replica_group in hsdp.values():
-        if replica_group is not None:  # ranks with different shards would be added
-            positions = [None] * dist.get_world_size(replica_group)
-            own = dist.get_rank(shard_group), dist.get_world_size(shard_group)
-            dist.all_gather_object(positions, own, group=replica_group)
-            if len(set(positions)) > 1:
-                raise ValueError("hsdp needs one rank of each replica, with the same shard of each")
+    """Else some gradients are not summed, or those of different shards are."""
+    for group, (node, across) in hsdp.items():
+        found = [(dist.get_rank(node), dist.get_world_size(node))]
+        if across is not None:
+            found *= dist.get_world_size(across)
+            dist.all_gather_object(found, found[0], group=across)
+        nodes = dist.get_world_size(group) // dist.get_world_size(node)
+        if len(found) != nodes or len(set(found)) > 1:
+            raise ValueError("hsdp needs `across`: one rank of each node, with the same shard")
 
 
 # --- demo ---
+
+import functools
 
 import harness
 import proof
 import receipts.ddp
 import receipts.tensor_parallel
+import receipts.zero
 import tensor_parallel
-from receipts.formulas import Group, add, sizes_of
+from harness import zero_flags
+from receipts.formulas import Group, add, scatter_operation, sizes_of
 
 
 def flags():
     parser = harness.parser(__doc__)
+    g = parser.add_argument_group("the grid")
     why = "ranks of a row, for tensor parallelism (default: 2)"
-    parser.add_argument("--tp", **harness.POSITIVE, help=why)
+    g.add_argument("--tp", **harness.POSITIVE, help=why)
+    why = "stage of ZeRO in the columns, 3: FSDP (default: the plain form)"
+    g.add_argument("--zero", type=int, choices=range(4), help=why)
+    parser.set_defaults(bucket_mb=0.5, reduce_once=False, keep_gathered=False, offload=False)
+    parser.set_defaults(param_dtype=None, reduce_dtype=None)
     return parser
 
 
 def main():
-    args = flags().parse_args()
+    launch(flags().parse_args(), demo)
+
+
+def launch(args, demo):
     config = harness.configure(args)
 
     def check(world):
@@ -397,12 +341,20 @@ def main():
     proof.launch(demo, args, check=check)
 
 
+def make_grid(run):
+    """This rank's row and its column, process groups."""
+    grid = torch.arange(run.world).view(-1, run.args.tp)
+    tp, _ = dist.new_subgroups_by_enumeration(grid.tolist())
+    dp, _ = dist.new_subgroups_by_enumeration(grid.T.tolist())
+    run.groups(dp=dp, tp=tp)
+    return tp, dp
+
+
 def demo(run):
     args = run.args
-    grid = torch.arange(run.world).view(-1, args.tp)
-    tp, _ = dist.new_subgroups_by_enumeration(grid.tolist())  # rows
-    dp, _ = dist.new_subgroups_by_enumeration(grid.T.tolist())  # columns
-    run.groups(dp=dp, tp=tp)
+    if args.zero is not None:
+        return demo_zero(run)
+    tp, dp = make_grid(run)
     # First tensor parallelism cuts the model. Data parallelism then takes the shards as they are
     model = run.fill(tensor_parallel.parallelize_tensors(run.meta_model(), tp))
     parameters = list(model.parameters())
@@ -428,6 +380,40 @@ def demo(run):
     tensors, held = receipts.tensor_parallel.expected(sizes, Group("tp", args.tp))
     data, _ = receipts.ddp.expected(sizes, Group("dp", dp.size()), scalars=2)
     return run.receipt({"dp": dp.size(), "tp": args.tp}, add(tensors, data), held)
+
+
+def demo_zero(run):
+    """The same with ComposedZeRO or ComposedFSDP in the columns."""
+    args, stage = run.args, run.args.zero
+    tp, dp = make_grid(run)
+    model = tensor_parallel.parallelize_tensors(run.meta_model(), tp)
+    options = zero_flags.options(run, model, stage)  # ZeRO fills the model with weights
+    options["microbatches"] = args.microbatches
+    options["make_optimizer"] = functools.partial(harness.make_optimizer, args=args)
+    if stage == 3:
+        zero = ComposedFSDP(model, dp, **options)
+    else:
+        zero = ComposedZeRO(model, dp, stage, **options)
+    for step in run.steps(zero):
+        zero.zero_grad()
+        loss = run.zero()
+        for tokens, targets, samples in run.microbatches(step, dp.rank(), dp.size()):
+            part = model(tokens, targets=targets, target_count=run.target_count, sample_ids=samples)
+            part.backward()
+            loss += part.detach()
+        dist.all_reduce(loss, group=dp)
+        norm = zero.grad_norm([dp, tp])
+        run.check(loss, norm, lambda: zero.gather_full(model.named()))
+        zero.clip(norm, args.grad_clip)
+        zero.step()
+        run.log(loss, norm)
+
+    sizes = sizes_of(args, run.config, dp.size())
+    tensors, _ = receipts.tensor_parallel.expected(sizes, Group("tp", args.tp), partial=False)
+    group, passes = Group("dp", dp.size(), dp.rank()), [("F", 0), ("B", 0)] * args.microbatches
+    where = scatter_operation(dp), passes, [receipts.zero.Split(group)]
+    data, held = receipts.zero.expected(sizes, group, stage, args, *where)
+    return run.receipt({"dp": dp.size(), "tp": args.tp, "zero": stage}, add(tensors, data), held)
 
 
 if __name__ == "__main__":

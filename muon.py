@@ -19,7 +19,7 @@ Held      Weights and gradients whole, and 1/N of the optimizer's states: of a m
 Computed  Per step, on the owner: 20 m^2 n + 10 m^3 FLOPs for a matrix of m x n, m <= n.
 Backward  The model's own. A matrix is reduced as soon as its gradient is there.
 Use       For the layers of a language model: a lower loss than AdamW's after as many tokens.
-Limits    More ranks than matrices are no faster. Beside tensor parallelism take composition.py.
+Limits    More ranks than matrices are no faster. Beside tensor parallelism: muon_in_grid.py.
 
     torchrun --nproc_per_node=4 muon.py                 python muon.py --family llama --experts 4
 
@@ -223,7 +223,7 @@ class Muon:
     muon.param_groups."""
 
     optimizer_class = PlainMuon
-    takes_shards = False  # True in composition.py: another technique may have cut parameters
+    takes_shards = False  # True in muon_in_grid.py: another technique may have cut parameters
 
     def __init__(
         self,
@@ -375,7 +375,7 @@ class Muon:
         self._wait()
         return list(named)
 
-    # --- what composition.py overrides: in a grid not all parameters have the same group
+    # --- what muon_in_grid.py overrides: in a grid not all parameters have the same group
 
     def kind_of(self, p):  # equal for all vectors of a bucket
         return (p.dtype,)
@@ -403,7 +403,7 @@ def check_matrices(matrices, model):
 
 def check_whole(muon):
     if not muon.takes_shards and any(hasattr(p, "placement") for p in muon.model.parameters()):
-        raise ValueError("another technique has cut the model: take composition.py's ComposedMuon")
+        raise ValueError("another technique has cut the model: take muon_in_grid.ComposedMuon")
 
 
 def check_grads_left(bucket):

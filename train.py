@@ -47,6 +47,7 @@ import expert_parallel
 import fsdp
 import model as gpt
 import muon
+import muon_in_grid
 import packed_documents
 import pipeline
 import proof
@@ -74,7 +75,8 @@ def train_step(runner, batches, record):
     loss = runner.forward_backward(batches)  # of this rank's tokens; 0 without the last stage
     optimizer.finish()  # waits for the gradients' sums over replicas, which began in backward
     harness.sum_over([groups["dp"], groups["pp"]], loss)  # of all tokens, on every rank
-    norm = optimizer.grad_norm(groups["pp"])  # of the whole model's gradient: all ranks clip alike
+    # Of the whole model's gradient: all ranks clip alike
+    norm = optimizer.grad_norm([groups["dp"], groups["tp"]], groups["pp"])
     record(batches, loss, norm)  # --record
 
     # A loss or norm that is not finite must not reach the weights. The device decides that itself,
@@ -252,7 +254,7 @@ def data_parallel(run, model, groups):
         run.make_optimizer = receipts.muon.one_process(muon.PlainMuon)  # --prove trains with it
         matrices = receipts.muon.matrices_of(model)
         options = dict(lr=args.lr, weight_decay=args.weight_decay, microbatches=args.microbatches)
-        return composition.ComposedMuon(model, dp, matrices, pipeline_stages=stages, **options)
+        return muon_in_grid.ComposedMuon(model, dp, matrices, pipeline_stages=stages, **options)
 
     # Mixed precision needs ZeRO, if only its stage 0, which keeps master weights in --dtype
     one_dtype = args.dtype == args.param_dtype == args.reduce_dtype
@@ -294,7 +296,7 @@ class DDPAndOptimizer:
     def finish(self):  # waits for the sums: p.grad, or ZeRO's shard of it, is that of the batch
         self.sync.finish()
 
-    def grad_norm(self, pipeline_group):  # of the whole model's gradient, the same on all ranks
+    def grad_norm(self, groups, pipeline_group):  # of the whole gradient, the same on all ranks
         return harness.grad_norm(self.sync.parameters, [pipeline_group])
 
     def clip(self, norm, limit):

@@ -24,7 +24,7 @@ def owned_by(muon, groups):
     names = {group: name for name, group in groups.items() if isinstance(group, dist.ProcessGroup)}
     matrices = others = 0
     partial, gathered = {}, {}
-    cuts_within = getattr(muon.muon, "cuts_within", lambda p: ())  # composition.ShardedMuon's
+    cuts_within = getattr(muon.muon, "cuts_within", lambda p: ())  # muon_in_grid.ShardedMuon's
     for bucket in muon.buckets:
         size = bucket.own_slice.stop - bucket.own_slice.start
         if bucket.owner is None:

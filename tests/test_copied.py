@@ -272,7 +272,7 @@ def assert_trained(named, whole, piece=lambda full, p: full):
         ("zero", "ZeRO", "torch", "AdamW"),
         ("zero fsdp", "FSDP", "torch", "AdamW"),
         ("muon", "Muon", "torch", "Muon"),
-        ("zero fsdp muon composition", "sum_in_grid", "torch", "AdamW"),
+        ("zero fsdp composition", "sum_in_grid", "torch", "AdamW"),
     ],
 )
 def test_usage_of_data_parallelism(copied, files, of, model, optimizer):

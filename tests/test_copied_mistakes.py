@@ -51,12 +51,13 @@ Muon(model, world, {[model[1].bias] | [weight] | [model[1].weight.detach()]})
     # is no matrix of the model, nor a stack
 (lambda conv: Muon(conv, world, [conv.weight]))(nn.Conv2d(3, 4, 2))  # is no matrix
 Muon(model, world, iter([]))  # no matrices
-""",
-    "zero fsdp muon composition": """
-ComposedZeRO(model, world, 2, SGD, hsdp={world: (world, world)})
-    # one rank of each replica, with the same
-setattr(model[1].weight, "placement", {}) or ZeRO(model, world, 1, SGD)  # has cut the model
 setattr(model[1].weight, "placement", {}) or Muon(model, world, [model[1].weight])  # has cut
+""",
+    "zero fsdp composition": """
+ComposedZeRO(model, world, 2, SGD, hsdp=dict([(world, {(world, world) | (alone(), None)})]))
+    # one rank of each node, with the same
+norm_in_grid([shard_over(world)], [alone()])  # the norm lacks ranks of [0, 1]
+setattr(model[1].weight, "placement", {}) or ZeRO(model, world, 1, SGD)  # has cut the model
 """,
     "tensor_parallel": """
 parallelize_tensors(three_heads, world)
@@ -151,6 +152,7 @@ def user_names(module):
     three_heads = Names(heads=6, kv_heads=3, experts=0, vocab=7)
     names = dict(
         world=group.WORLD,
+        alone=lambda: dist.new_subgroups(1)[0],
         SGD=torch.optim.SGD,
         x=torch.ones(4),
         linear=nn.Linear(WIDTH, WIDTH),
@@ -177,6 +179,12 @@ def test_lines_that_are_refused(copied, files):
                 eval(line, names)
 
     copied(files, 2, work)
+
+
+def shard_over(ranks):
+    shard = nn.Parameter(torch.ones(3))
+    shard.grad, shard.placement = torch.ones(3), {"cuts": {0: (ranks, 0, 3)}}
+    return shard
 
 
 def lines(text):

@@ -11,13 +11,14 @@ from tops import in_one_file
 
 TECHNIQUES = ["collectives", "ddp", "parameter_server", "zero", "fsdp"]
 TECHNIQUES += ["tensor_parallel", "sequence_parallel", "tensor_overlap"]
-TECHNIQUES += ["pipeline", "zero_bubble", "dualpipe", "context_parallel"]
-TECHNIQUES += ["packed_documents", "expert_parallel", "muon", "diloco", "composition"]
+TECHNIQUES += ["pipeline", "zero_bubble", "dualpipe", "context_parallel", "packed_documents"]
+TECHNIQUES += ["expert_parallel", "muon", "diloco", "composition", "muon_in_grid"]
 # Lessons whose tops build on others
 BUILDS_ON = {"fsdp": ["zero"], "sequence_parallel": ["tensor_parallel"]}
 BUILDS_ON |= {"tensor_overlap": ["sequence_parallel", "tensor_parallel"]}
 BUILDS_ON |= {"zero_bubble": ["pipeline"], "dualpipe": ["zero_bubble", "pipeline"]}
-BUILDS_ON |= {"packed_documents": ["context_parallel"], "composition": ["zero", "fsdp", "muon"]}
+BUILDS_ON |= {"packed_documents": ["context_parallel"], "composition": ["zero", "fsdp"]}
+BUILDS_ON |= {"muon_in_grid": ["composition", "muon"]}
 OTHERS = ["README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff"]
 OTHERS += ["pyproject.toml", "requirements.txt", "requirements-dev.txt", ".gitignore", "mkdocs.yml"]
 CODE = ["harness", "proof", "receipts", "trainer", "simulator", "exercises", "benchmarks"]
@@ -61,7 +62,8 @@ CEILINGS = {
 }
 DEMO = "# --- demo ---"
 # Demos that a lesson runs for another one: `ddp.py --sync server`, and fsdp.py's
-HANDED_OVER = {"zero.demo", "parameter_server.demo", "pipeline.main", "context_parallel.main"}
+HANDED_OVER = {"zero.demo", "parameter_server.demo", "pipeline.main"}
+HANDED_OVER |= {"composition.launch", "composition.make_grid"}
 
 
 def files():

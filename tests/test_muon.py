@@ -10,8 +10,8 @@ import torch.nn as nn
 from foreign import by_singular_values
 from reference import case
 
-import composition
 import muon
+import muon_in_grid
 import tensor_parallel
 
 SHAPES = [(5, 9), (9, 4), (1, 7), (6, 1), (1, 1), (8, 8), (3, 4, 6), (2, 7, 3)]
@@ -82,7 +82,7 @@ def test_shards_step_as_the_whole(ranks, world):
                 shard = tensor_parallel.shard(whole, dim, dist.group.WORLD)
                 shard.grad = tensor_parallel.shard(gradients, dim, dist.group.WORLD).detach()
                 whole.grad = gradients.detach()
-                plain, sharded = muon.PlainMuon([whole]), composition.ShardedMuon([shard])
+                plain, sharded = muon.PlainMuon([whole]), muon_in_grid.ShardedMuon([shard])
                 for _ in range(2):
                     plain.step()
                     sharded.step()

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import composition
 import fsdp
 import model as gpt
+import muon_in_grid
 import proof
 import zero
 from harness import initialize, presets, zero_flags
@@ -335,7 +336,10 @@ DEMOS = {
         "--stage 3 --dtype float64 --shard-ranks 2 --microbatches 3 --optimizer sgd --lr 0.3",
         "--dtype float64 --tp 1",
         "--dtype float64 --tp 2 --microbatches 3 --family llama --kv-heads 2 --optimizer sgd",
+        "--dtype float64 --tp 2 --zero 1 --microbatches 3",
+        "--dtype float64 --tp 2 --zero 3 --family llama",
         "--dtype float64 --tp 4",
+        "--dtype float64 --tp 2 --microbatches 3 --optimizer adamw",
     ],
 }
 
@@ -345,6 +349,7 @@ def test_demo(ranks, text, world):
     def work(rank):
         for flags in DEMOS[world]:
             lesson = composition if "--tp" in flags else zero
+            lesson = muon_in_grid if "adamw" in flags else lesson
             args = lesson.flags().parse_args(f"{FLAGS} {flags} --data {text}".split())
             run = proof.Run(args, rank, world, torch.device("cpu"))
             with case(flags):

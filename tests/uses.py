@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 TOPS = "collectives ddp zero fsdp tensor_parallel sequence_parallel tensor_overlap pipeline"
 TOPS += " zero_bubble dualpipe context_parallel packed_documents expert_parallel muon diloco"
-TOPS += " composition"
+TOPS += " composition muon_in_grid"
 WAYS = {
     "naive": dict(bucket_bytes=0, overlap=False),
     "bucketed": dict(bucket_bytes=800, overlap=False),
@@ -230,12 +230,12 @@ class Layout(OneProcess):
             listed = [p for part in parts for p in part.parameters()]
             self.sync = ddp.DDP(listed, self.data, self.microbatches, **WAYS[way] | options)
         elif kind == "muon":
-            import composition
+            import muon_in_grid
 
             matrices = [p for p in self.trained.parameters() if p.full_name in self.matrices]
             options = dict(lr=1e-2, pipeline_stages=self.stages) | options
             options = dict(microbatches=self.microbatches) | options
-            self.sharded = composition.ComposedMuon(self.trained, self.data, matrices, **options)
+            self.sharded = muon_in_grid.ComposedMuon(self.trained, self.data, matrices, **options)
             for settings in self.sharded.adamw.param_groups:
                 settings["eps"] = 1e-5  # as foreign.py's
         elif kind == "fsdp" or kind in ("zero 0", "zero 1", "zero 2"):
@@ -367,7 +367,8 @@ class Layout(OneProcess):
 
     def norm(self):
         if self.sharded:
-            return self.sharded.grad_norm(self.pp if self.stages else None)
+            groups = [self.data, self.tp]
+            return self.sharded.grad_norm(groups, self.pp if self.stages else None)
         import composition
         import tensor_parallel
 

@@ -1,0 +1,185 @@
+"""Muon in a grid of ranks: beside tensor parallelism, experts or a pipeline.
+
+                tp 0                tp 1
+    dp 0    half of matrix A    half of matrix A      both halves' owners are dp 0
+    dp 1    half of matrix B    half of matrix B      both halves' owners are dp 1
+
+Muon needs the whole matrix, but tensor parallelism has cut it. Each half has an owner in its
+column. The owners of a matrix all-gather its direction, each iterates on the whole, and keeps the
+update of its half.
+
+Sent      Beside what muon.py sends: (t-1) shards of each cut matrix that a rank owns, t tp ranks.
+Computed  t owners iterate on the same matrix. A second exchange could save this work.
+Cuts      Only a cut through matrices needs the all-gather. A rank's heads of q, k and v are whole
+          matrices, and so are its experts.
+Norm      As in composition.py.
+Copy      The tops of muon.py, composition.py, zero.py and fsdp.py, too.
+
+    torchrun --nproc_per_node=4 muon_in_grid.py --tp 2     python train.py --tp 2 --optimizer muon
+
+Liu et al. 2025, arXiv:2502.16982, section 2.3 (gathering the shards of a matrix).
+"""
+
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+
+from composition import check_data_group, groups_cutting, norm_of_parts, placed
+from muon import Muon, PlainMuon, deal_to_owners, flops
+
+# --- Muon for a shard of a matrix
+
+
+class ShardedMuon(PlainMuon):
+    """PlainMuon for shards of matrices. All ranks that share a matrix gather the direction, iterate
+    on the whole, and keep their part."""
+
+    def update_of(self, direction, p, dtype):
+        cuts = self.cuts_within(p)
+        if not cuts:
+            return super().update_of(direction, p, dtype)
+        [(dim, (group, start, length))] = cuts  # tensor parallelism cuts in one dimension
+        shards = [torch.empty_like(direction) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(shards, direction, group=group)
+        # Without the padding of the last shards, so that the scale is that of the true shape
+        whole = torch.cat(shards, dim).narrow(dim, 0, p.placement["shape"][dim])
+        update = super().update_of(whole, p, dtype).narrow(dim, start, length)
+        padded = torch.zeros_like(p)
+        padded.narrow(dim, 0, length).copy_(update)
+        return padded
+
+    def cuts_within(self, p):
+        """[(dimension, cut)] of the cuts that go through p's matrices. A cut between matrices, such
+        as heads or a stack's experts, leaves each whole. Dimension None cuts none: the other ranks
+        have other matrices, such as experts that are modules."""
+        first = 1 if hasattr(p, "matrix_rows") else p.dim() - 2
+        cuts = placed(p, "cuts", {}).items()
+        return [(dim, cut) for dim, cut in cuts if dim is not None and dim >= first]
+
+    found_inf = None  # a tensor: where it is 1 a step changes nothing, as in torch's optimizers
+
+    def step_on(self, p, settings):
+        if self.found_inf is not None:
+            # lr = 0 keeps the weights. A gradient that equals the average keeps the average
+            average = self.state[p].get("average", 0.0)
+            p.grad.copy_(torch.where(self.found_inf > 0, average, p.grad))
+            settings = settings | {"lr": settings["lr"] * (1 - self.found_inf.double())}
+        super().step_on(p, settings)
+
+
+class ComposedMuon(Muon):
+    """Muon in a grid. The loop and the other arguments are Muon's.
+
+        muon = ComposedMuon(model, dp, matrices, lr=1e-3, microbatches=2)
+        # the rest as with Muon, but for the norm
+        norm = muon.grad_norm([dp, tp])
+
+    pipeline_stages: {stage: its module}, for a rank with several stages of a pipeline."""
+
+    optimizer_class = ShardedMuon
+    takes_shards = True
+
+    def __init__(self, model, group, *arguments, pipeline_stages=None, **options):
+        modules = pipeline_stages.values() if pipeline_stages else [model]
+        # A tied matrix gets a gradient from each stage that uses it
+        self.uses = Counter(p for module in modules for p in module.parameters())
+        super().__init__(model, group, *arguments, **options)
+
+    def kind_of(self, p):
+        partial = tuple(placed(p, "partial", ()))
+        check_data_group(p, placed(p, "data", self.group))
+        return *super().kind_of(p), placed(p, "data", self.group), partial, *groups_cutting(p)
+
+    def owners_of(self, matrices):
+        def work(p):  # of the whole matrix
+            return flops(p, placed(p, "shape", p.shape))
+
+        owners = {}  # experts are dealt to their own replicas, apart from the rest
+        for group in {placed(p, "data", self.group): None for p in matrices}:
+            own = [p for p in matrices if placed(p, "data", self.group) is group]
+            owners |= deal_to_owners(own, dist.get_world_size(group), work)
+        return owners
+
+    def make_bucket(self, parameters, owner):
+        data_group = placed(parameters[0], "data", self.group)
+        bucket = super().make_bucket(parameters, owner, data_group)
+        bucket.grads_per_step = self.microbatches * sum(self.uses[p] for p in parameters)
+        return bucket
+
+    def finish(self):
+        if self.finished:
+            return
+        super().finish()
+        for bucket in self.buckets:
+            for group in placed(bucket.parameters[0], "partial", ()):  # mostly none: not overlapped
+                if len(bucket.own_gradient):
+                    dist.all_reduce(bucket.own_gradient, group=group)
+
+    def grad_norm(self, groups=None, pipeline_group=None):
+        """The arguments of composition.norm_in_grid. groups: by default the data-parallel ranks."""
+        self.finish()
+        parts = []
+        for bucket in self.buckets:  # of parameters that are cut alike
+            shards = dist.get_world_size(bucket.group)
+            parts.append((bucket.parameters[0], bucket.own_gradient, shards))
+        return norm_of_parts(parts, groups or [self.group], pipeline_group)
+
+
+# --- demo ---
+
+import composition
+import harness
+import receipts.muon
+import receipts.tensor_parallel
+import tensor_parallel
+from receipts.formulas import Group, add, sizes_of
+
+
+def flags():
+    parser = harness.parser(__doc__)
+    why = "ranks of a row, for tensor parallelism (default: 2)"
+    parser.add_argument("--tp", **harness.POSITIVE, help=why)
+    why = "of embedding, head and vectors"  # no other
+    parser.add_argument("--optimizer", choices=["adamw"], default="adamw", help=why)
+    return parser
+
+
+def main():
+    composition.launch(flags().parse_args(), demo)
+
+
+def demo(run):
+    args = run.args
+    tp, dp = composition.make_grid(run)
+    model = run.fill(tensor_parallel.parallelize_tensors(run.meta_model(), tp))
+    matrices = [p for p in model.blocks.parameters() if p.dim() > 1]  # not embedding and head
+    options = dict(lr=args.lr, weight_decay=args.weight_decay, microbatches=args.microbatches)
+    muon = ComposedMuon(model, dp, matrices, **options)
+    # --prove repeats the run on one process: PlainMuon for the matrices, AdamW for the rest
+    run.make_optimizer = receipts.muon.one_process(PlainMuon)
+    for step in run.steps(muon):
+        muon.zero_grad()
+        loss = run.zero()
+        for tokens, targets, samples in run.microbatches(step, dp.rank(), dp.size()):
+            part = model(tokens, targets=targets, target_count=run.target_count, sample_ids=samples)
+            part.backward()
+            loss += part.detach()
+        dist.all_reduce(loss, group=dp)
+        norm = muon.grad_norm([dp, tp])
+        run.check(loss, norm, lambda: muon.gather_full(model.named()))
+        muon.clip(norm, args.grad_clip)
+        muon.step()
+        run.log(loss, norm)
+
+    sizes = sizes_of(args, run.config, dp.size())
+    groups = {"dp": Group("dp", dp.size()), "tp": Group("tp", args.tp)}
+    tensors, _ = receipts.tensor_parallel.expected(sizes, groups["tp"], partial=False)
+    owned = receipts.muon.owned_by(muon, {"tp": tp})
+    sent, held = receipts.muon.expected(sizes, groups, owned)
+    layout = {"dp": dp.size(), "tp": args.tp, "optimizer": "muon"}
+    return run.receipt(layout, add(tensors, sent), held)
+
+
+if __name__ == "__main__":
+    harness.script(main)
