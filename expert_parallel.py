@@ -378,22 +378,25 @@ def mark_summed(parameter, group):
     """Called before a sum over the group. Then refuses a second one, and a backward pass, which
     would add an unsummed gradient, until the gradient changes: torch raises a tensor's _version
     with every change in place. Clipping is one, too: after it nothing is refused."""
-
-    def refuse(versions):
-        grad = parameter.grad
-        # any(): under a dispatch mode torch zeroes lists of tensors without a new _version
-        if grad is not None and grad._version in versions and grad.any():
-            raise RuntimeError(
-                "this gradient is summed over the ranks already: sum once a step, after the last "
-                "backward pass, and call zero_grad() before the next one"
-            )
-
-    summed_at = getattr(parameter.grad, "summed_at", {})  # {group's name: _version at its sum}
-    refuse([summed_at.get(group.group_name)])
-    parameter.grad.summed_at = summed_at | {group.group_name: parameter.grad._version}
+    refuse_summed(parameter, [group.group_name])
+    gradient = parameter.grad
+    gradient.summed_at = {**getattr(gradient, "summed_at", {}), group.group_name: gradient._version}
     if not hasattr(parameter, "watched"):  # the hook runs before backward adds to the gradient
-        parameter.register_hook(lambda _: refuse(getattr(parameter.grad, "summed_at", {}).values()))
+        parameter.register_hook(
+            lambda _: refuse_summed(parameter, getattr(parameter.grad, "summed_at", ()))
+        )
         parameter.watched = True
+
+
+def refuse_summed(parameter, group_names):
+    summed_at = getattr(parameter.grad, "summed_at", {})
+    summed = any(summed_at.get(name) == parameter.grad._version for name in group_names)
+    # any(): under a dispatch mode torch zeroes lists of tensors without a new _version
+    if summed and parameter.grad.any():
+        raise RuntimeError(
+            "this gradient is summed over the ranks already: sum once a step, after the last "
+            "backward pass, and call zero_grad() before the next one"
+        )
 
 
 # --- for model.py's GPT ---

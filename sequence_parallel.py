@@ -178,46 +178,45 @@ def reduce_partial(parameters):
     members_of = {}  # {group: parameters}
     for p in dict.fromkeys(parameters):  # each once
         if p.requires_grad and placement(p)["partial"]:
-            refuse_summed(p)
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
             for group in placement(p)["partial"]:
+                mark_summed(p, group)
                 members_of.setdefault(group, []).append(p)
     for group, members in members_of.items():
         flat = torch.cat([p.grad.flatten() for p in members])
         dist.all_reduce(flat, group=group)
         sums = flat.split([p.numel() for p in members])
         for p, total in zip(members, sums):
-            p.grad.copy_(total.view_as(p))
-    for members in members_of.values():
-        note_sum(members)
+            p.grad.data.copy_(total.view_as(p))  # .data leaves _version as it is, for mark_summed
 
 
 # --- a mistake that would be silent: refused
 
 
-def refuse_summed(parameter):
-    """Refuse to sum a gradient twice. torch raises a tensor's _version with every change in place,
-    such as by zero_grad() or clipping: an equal one says that nothing has happened since the sum.
-    """
-    grad = parameter.grad
-    summed = grad is not None and getattr(grad, "completed_at", None) == grad._version
+def mark_summed(parameter, group):
+    """Called before a sum over the group. Then refuses a second one, and a backward pass, which
+    would add an unsummed gradient, until the gradient changes: torch raises a tensor's _version
+    with every change in place. Clipping is one, too: after it nothing is refused."""
+    refuse_summed(parameter, [group.group_name])
+    gradient = parameter.grad
+    gradient.summed_at = {**getattr(gradient, "summed_at", {}), group.group_name: gradient._version}
+    if not hasattr(parameter, "watched"):  # the hook runs before backward adds to the gradient
+        parameter.register_hook(
+            lambda _: refuse_summed(parameter, getattr(parameter.grad, "summed_at", ()))
+        )
+        parameter.watched = True
+
+
+def refuse_summed(parameter, group_names):
+    summed_at = getattr(parameter.grad, "summed_at", {})
+    summed = any(summed_at.get(name) == parameter.grad._version for name in group_names)
     # any(): under a dispatch mode torch zeroes lists of tensors without a new _version
-    if summed and grad.any():
+    if summed and parameter.grad.any():
         raise RuntimeError(
             "this gradient is summed over the ranks already: sum once a step, after the last "
             "backward pass, and call zero_grad() before the next one"
         )
-
-
-def note_sum(parameters):
-    """Mark the gradients as summed. A backward pass before zero_grad() would add an unsummed
-    gradient to the sum: a hook refuses it."""
-    for p in parameters:
-        p.grad.completed_at = p.grad._version
-        if not hasattr(p, "watched_for_partial"):
-            p.register_hook(lambda _, p=p: refuse_summed(p))  # before backward adds to p.grad
-            p.watched_for_partial = True
 
 
 # --- for model.py's GPT ---
