@@ -14,7 +14,7 @@ stage, the one nearer the loss:
     rank 1   F0 F0' F1 F1' (B0' F2) (B0 F2') (B1' F3) (B1 F3') B2' B2 I3' I3 W3' W3
 
 This is DualPipeV: DeepSeek's DualPipe, where each stage is on two ranks, folded at its middle, so
-that each is on one. The pairs are the same. zero_bubble.py has the schedule, and explains I and W.
+that each is on one. The pairs are the same. zero_bubble.py explains I and W.
 
 Split     As in pipeline.py and expert_parallel.py. A rank holds two stages, one near the pipeline's
           start and one near its end: a forward of one and a backward of the other can be a pair.
@@ -41,8 +41,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _push_mode
 
-from pipeline import Mailbox, Schedule
-from zero_bubble import SplitPipeline
+from pipeline import Mailbox, Row, Schedule, gpipe, interleaved, one_f_one_b
+from zero_bubble import SplitPipeline, zb_h1, zb_h2, zb_v
 
 # --- the whole idea: a backward and a forward that take turns
 
@@ -126,7 +126,38 @@ class Turns:
 BACKWARD, FORWARD = 0, 1  # places in Turns.may_run and in results
 
 
-# --- pairs of a schedule
+# --- the schedule
+
+
+def dualpipev(rank, ranks, microbatches):
+    """A rank's row of the schedule above, with the stages of zb_v. The phases are those of
+    DeepSeek's code. Pairs are in phases 4 and 5: each forward, and the backward that follows."""
+    if microbatches < 2 * ranks:
+        count = f"at least {2 * ranks} micro-batches, twice as many as ranks"
+        raise ValueError(f"dualpipev needs {count}, not {microbatches}")
+    near, far, row = rank, 2 * ranks - 1 - rank, Row()
+    later_ranks = ranks - 1 - rank
+    # 1: forwards, until the first micro-batch is back on the far side
+    row.add("F" * (2 * later_ranks), near)
+    row.add("F", *[near, far] * (rank + 1))  # 2: the V is full: forwards of both sides in turn
+    row.add("IWF" * later_ranks, far)  # 3: the far side's first backwards, in two parts
+    for _ in range(microbatches - 2 * ranks + rank + 1):  # 4: forward and backward of both sides
+        row.add("F", near)
+        row.add("BF", far)
+        row.add("B", near)
+    for _ in range(later_ranks):  # 5: no forwards of the near side are left
+        row.add("BF", far)
+        row.add("B", near)
+    sides = [far, near] * (rank + 1)
+    whole, split = sides[: rank + 1], sides[rank + 1 :]
+    row.add("B", *whole)  # 6: backwards only. The first half is whole
+    row.add("I", *split)  #    the second half in two parts
+    pending = split + [near] * later_ranks  # stages in the order of their I, those of 7 too
+    for stage in pending[:later_ranks]:  # 7: the last I of the near side, each after a W
+        row.add("W", stage)
+        row.add("I", near)
+    row.add("W", *pending[later_ranks:])  # 8: the W that are left
+    return row
 
 
 class PairedSchedule(Schedule):
@@ -157,7 +188,7 @@ class DualPipe(SplitPipeline):
         # In each layer, as in expert_parallel.py. ep_group: ranks that hold the same stages
         dispatch = ExpertDispatch(E, ep_group, before_wait=turns.turn)
 
-        schedule = PairedSchedule(find_schedule("dualpipev", ranks, microbatches).rows)
+        schedule = PairedSchedule(dualpipev(r, ranks, microbatches) for r in range(ranks))
         pipeline = DualPipe(schedule, forward, (b, T, C), dtype, device, links, turns=turns)
         losses = pipeline.run()
         sum_replicated_gradients(parameters, ep_group)  # then clip, by all ranks' norm, and step
@@ -213,6 +244,24 @@ def in_this_context(call):
     return called
 
 
+# --- all schedules by name, for the commands
+
+
+WHOLE = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved}
+SPLIT = {"zb-h1": zb_h1, "zb-h2": zb_h2, "zb-v": zb_v, "dualpipev": dualpipev}
+ALL_SCHEDULES = WHOLE | SPLIT
+
+
+@functools.cache
+def find_schedule(name, ranks, microbatches, chunks=None):
+    """The schedule of that name. chunks: stages per rank of interleaved; others have their own
+    number. Raises ValueError where none exists for these numbers."""
+    make_row, options = ALL_SCHEDULES[name], {}
+    if chunks and name == "interleaved":
+        options["chunks"] = chunks
+    return Schedule(make_row(rank, ranks, microbatches, **options) for rank in range(ranks))
+
+
 # --- demo ---
 
 import expert_parallel
@@ -222,7 +271,6 @@ import receipts.dualpipe
 import receipts.pipeline
 from pipeline import open_links
 from receipts.train import ExpertRows
-from zero_bubble import find_schedule
 
 
 def main():

@@ -500,35 +500,36 @@ def check_message(pipeline, action, tensor):
 
 # --- demo ---
 
+import dualpipe  # for --schedule; it and zero_bubble import this file, so only here
 import harness
 import proof
 import receipts.pipeline
-import zero_bubble  # for --schedule zb-*; it imports this file, so only here
+import zero_bubble
 
 
 def main(doc=__doc__, default="1f1b"):
     """zero_bubble.py calls it with a docstring and a schedule of its own."""
     parser = harness.parser(doc, microbatches=8)
     g = parser.add_argument_group("pipeline")
-    names = list(zero_bubble.ALL_SCHEDULES)
+    names = list(dualpipe.ALL_SCHEDULES)
     g.add_argument("--schedule", choices=names, help=f"(default: {default})")
     g.add_argument("--chunks", **harness.POSITIVE, help="stages a rank of interleaved (default: 2)")
     receipts.pipeline.flags(g)
     args = parser.parse_args()
     receipts.pipeline.check(args)
     if args.compare:
-        return receipts.pipeline.compare(zero_bubble.find_schedule, args, names)
+        return receipts.pipeline.compare(dualpipe.find_schedule, args, names)
     args.schedule = args.schedule or default
     config = harness.configure(args)
     harness.check_batch(args, 1)  # refuses one that does not divide into micro-batches
-    check = functools.partial(receipts.pipeline.of_flags, zero_bubble.find_schedule, args, config)
+    check = functools.partial(receipts.pipeline.of_flags, dualpipe.find_schedule, args, config)
     proof.launch(demo, args, check=check)
 
 
 def demo(run):
     """run: this process's flags, device, data and receipt (proof/run.py)."""
     args, config, rank, ranks = run.args, run.config, run.rank, run.world
-    schedule = zero_bubble.find_schedule(args.schedule, ranks, args.microbatches, args.chunks)
+    schedule = dualpipe.find_schedule(args.schedule, ranks, args.microbatches, args.chunks)
     stages, last = schedule.stages(rank), schedule.last
     links = open_links(make_links(), schedule, run.device)
     ends = dist.new_group(sorted({schedule.owner[0], schedule.owner[last]}))
@@ -549,7 +550,7 @@ def demo(run):
         return model[stage](x, targets=targets, target_count=run.target_count, sample_ids=samples)
 
     shape = (args.batch // args.microbatches, config.context, config.width)
-    kind = zero_bubble.SplitPipeline if args.schedule in zero_bubble.SPLIT else Pipeline
+    kind = zero_bubble.SplitPipeline if args.schedule in dualpipe.SPLIT else Pipeline
     pipeline = kind(schedule, forward, shape, run.dtype, run.device, links, around=in_w)
     for step in run.steps(optimizer):
         batches = run.microbatches(step)

@@ -16,10 +16,9 @@ Split: backward of y = x A^T is two matmuls. dy is the gradient of y.
                        it would wait. Until then it keeps the pair (x, dy)
 
 Sent: what pipeline.py sends, and with two stages per rank twice as many messages. The schedules:
-    zb-h1       1F1B's memory, a third of its bubble
-    zb-h2       no bubble, nearly twice the memory
-    zb-v        no bubble, 1F1B's memory, two stages per rank
-    dualpipev   DeepSeek's order, two stages per rank. dualpipe.py overlaps pairs of its actions
+    zb-h1   1F1B's memory, a third of its bubble
+    zb-h2   no bubble, nearly twice the memory
+    zb-v    no bubble, 1F1B's memory, two stages per rank
 
 Limits: the pairs take memory. "No bubble", with F = I = W and at least 2 p - 1 micro-batches, means
 that a rank never waits between its first action and its last. The norm of the gradients waits for
@@ -28,7 +27,7 @@ cast the weights instead. docs/learn/pipelines.md compares the schedules.
 
     torchrun --nproc_per_node=4 zero_bubble.py --layers 8       python zero_bubble.py --compare
 
-Qi et al.: zero bubble arXiv:2401.10241; ZB-V arXiv:2405.15362. DualPipe arXiv:2412.19437, 3.2.1.
+Qi et al. 2023, Zero bubble, arXiv:2401.10241. Qi et al. 2024, ZB-V, arXiv:2405.15362.
 """
 
 import collections
@@ -41,16 +40,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from pipeline import (
-    Pipeline,
-    Row,
-    Schedule,
-    StageRunner,
-    gpipe,
-    interleaved,
-    one_f_one_b,
-    plain_pipeline,
-)
+from pipeline import Pipeline, Row, StageRunner, plain_pipeline
 
 # --- the plainest form: a linear layer whose backward is cut in two
 
@@ -133,7 +123,7 @@ def plain_zb_h1(stage, inputs, targets, loss_fn, like, down, up):
 class SplitPipeline(Pipeline):
     """A Pipeline that runs I and W as well. Use it as in Pipeline's example, with
 
-        schedule = find_schedule("zb-v", ranks, microbatches)
+        schedule = Schedule(zb_v(rank, ranks, microbatches) for rank in range(ranks))
         pipeline = SplitPipeline(schedule, forward, (b, T, C), dtype, device)
 
     With ZeRO or FSDP: docs/use/two-techniques.md."""
@@ -303,51 +293,7 @@ def zb_v(rank, ranks, microbatches):
     return [action for action in row if action.microbatch < microbatches]
 
 
-def dualpipev(rank, ranks, microbatches):
-    """DualPipe's actions, with the stages of zb_v. The phases are those of DeepSeek's code. In
-    phases 4 and 5 dualpipe.py overlaps each forward with the backward that follows."""
-    if microbatches < 2 * ranks:
-        count = f"at least {2 * ranks} micro-batches, twice as many as ranks"
-        raise ValueError(f"dualpipev needs {count}, not {microbatches}")
-    near, far, row = rank, 2 * ranks - 1 - rank, Row()
-    later_ranks = ranks - 1 - rank
-    # 1: forwards, until the first micro-batch is back on the far side
-    row.add("F" * (2 * later_ranks), near)
-    row.add("F", *[near, far] * (rank + 1))  # 2: the V is full: forwards of both sides in turn
-    row.add("IWF" * later_ranks, far)  # 3: the far side's first backwards, in two parts
-    for _ in range(microbatches - 2 * ranks + rank + 1):  # 4: forward and backward of both sides
-        row.add("F", near)
-        row.add("BF", far)
-        row.add("B", near)
-    for _ in range(later_ranks):  # 5: no forwards of the near side are left
-        row.add("BF", far)
-        row.add("B", near)
-    sides = [far, near] * (rank + 1)
-    whole, split = sides[: rank + 1], sides[rank + 1 :]
-    row.add("B", *whole)  # 6: backwards only. The first half is whole
-    row.add("I", *split)  #    the second half in two parts
-    pending = split + [near] * later_ranks  # stages in the order of their I, those of 7 too
-    for stage in pending[:later_ranks]:  # 7: the last I of the near side, each after a W
-        row.add("W", stage)
-        row.add("I", near)
-    row.add("W", *pending[later_ranks:])  # 8: the W that are left
-    return row
-
-
 zb_h2 = functools.partial(zb_h1, reach=2)
-WHOLE = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved}
-SPLIT = {"zb-h1": zb_h1, "zb-h2": zb_h2, "zb-v": zb_v, "dualpipev": dualpipev}
-ALL_SCHEDULES = WHOLE | SPLIT
-
-
-@functools.cache
-def find_schedule(name, ranks, microbatches, chunks=None):
-    """The schedule of that name. chunks: stages per rank of interleaved; others have their own
-    number. Raises ValueError where none exists for these numbers."""
-    make_row, options = ALL_SCHEDULES[name], {}
-    if chunks and name == "interleaved":
-        options["chunks"] = chunks
-    return Schedule(make_row(rank, ranks, microbatches, **options) for rank in range(ranks))
 
 
 # --- demo ---

@@ -1,5 +1,4 @@
-"""Each technique beside PyTorch's own: the same GPT, weights, batch and ranks. python -m
-benchmarks.vs_torch
+"""Each technique beside PyTorch's own, on the same batch: python -m benchmarks.vs_torch
 
     ddp                    DistributedDataParallel
     zero-2, zero-3         FSDP2, blocks kept or freed after forward
@@ -13,10 +12,9 @@ benchmarks.vs_torch
 
 First both sides take three steps with SGD, which shows a gradient of the wrong scale, then with
 AdamW. A loss or a weight that differs by more than rounding means no ratio, and exit code 1. Then
-they take turns, with AdamW (fused on both sides). Shown are tokens/s, with the ratio's median and
-quartiles of the turns; megabytes at the peak of a step, of the rank that holds most, with the
-ratio's median, least and largest of the ranks; and the largest relative difference of a loss or a
-weight. With --device cuda in bfloat16 on nccl. What one GPU does alone is in benchmarks.gpu.
+they take turns, with fused AdamW. Shown are tokens/s, with the ratio's median and quartiles of the
+turns; megabytes at the peak of a step, of the rank that holds most, with the ratio's median, least
+and largest of the ranks; and the largest relative difference of a loss or a weight.
 """
 
 import contextlib
@@ -49,6 +47,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import benchmarks
 import context_parallel
 import ddp
+import dualpipe
 import expert_parallel
 import fsdp
 import harness
@@ -285,7 +284,7 @@ def stages(job, schedule):
 
 
 def our_pipeline(name, job):
-    schedule = zero_bubble.find_schedule(name, job.world, MICROBATCHES)
+    schedule = dualpipe.find_schedule(name, job.world, MICROBATCHES)
     model = stages(job, schedule)[0]
     optimizer = job.optimizer(model.parameters())
     tokens, targets = job.tokens.chunk(MICROBATCHES), job.targets.chunk(MICROBATCHES)
@@ -306,7 +305,7 @@ def our_pipeline(name, job):
 
 
 def their_pipeline(name, theirs, job):
-    model, mine, count = stages(job, zero_bubble.find_schedule(name, job.world, MICROBATCHES))
+    model, mine, count = stages(job, dualpipe.find_schedule(name, job.world, MICROBATCHES))
     optimizer = job.optimizer(model.parameters())
     parts = [PipelineStage(model[stage], stage, count, job.device) for stage in mine]
 

@@ -30,8 +30,7 @@ import context_parallel
 import harness
 import packed_documents
 import train
-import zero_bubble
-from dualpipe import PairedSchedule
+from dualpipe import ALL_SCHEDULES, PairedSchedule, find_schedule
 from receipts import dualpipe, pipeline
 from receipts.context_parallel import LENGTHS
 
@@ -145,7 +144,7 @@ def holdings(technique, rank):
     if technique in ("tensor", "sequence"):
         strips = [(rank / 4, rank / 4 + 1 / 4)]  # its heads and hidden units
     if technique == "pipeline":
-        layers = zero_bubble.find_schedule("1f1b", 4, 8).stages(rank)
+        layers = find_schedule("1f1b", 4, 8).stages(rank)
         states = [[(layer, layer + 1, 0, 8) for layer in layers]] * 3
     if technique == "context":
         held = context_parallel.held_positions
@@ -241,7 +240,7 @@ LINES = {"tp": (BLUE, 34), "dp": (ORANGE, -32), "pp": (GREEN, 34)}
 def mesh_groups(flags):
     """{name: the groups} that train.py makes of 8 ranks."""
     args, found = train.flags().parse_args(flags.split()), {}
-    schedule = zero_bubble.find_schedule("1f1b", args.pp, 8)
+    schedule = find_schedule("1f1b", args.pp, 8)
     for rank in range(8):
         stub = SimpleNamespace(new_group=tuple, get_rank=lambda rank=rank: rank)
         with mock.patch.object(train, "dist", stub):
@@ -531,8 +530,8 @@ def timelines(title, rows):
 def schedules():
     """All schedules on 4 ranks with 8 micro-batches, as `pipeline.py --compare` simulates them."""
     rows = []
-    for name in zero_bubble.ALL_SCHEDULES:
-        schedule = zero_bubble.find_schedule(name, 4, 8)
+    for name in ALL_SCHEDULES:
+        schedule = find_schedule(name, 4, 8)
         stages = len(schedule.stages(0))
         time = lambda action, stages=stages: pipeline.unit(action) / stages  # noqa: E731
         rows.append((name, pipeline.simulate(schedule, time)))
@@ -541,7 +540,7 @@ def schedules():
 
 def pairs():
     """dualpipe.py's schedule, if messages take as long as a forward computes."""
-    schedule, rows = zero_bubble.find_schedule("dualpipev", 4, 8), []
+    schedule, rows = find_schedule("dualpipev", 4, 8), []
     for words, each in (("in turns", schedule), ("overlapped", PairedSchedule(schedule.rows))):
         spans = pipeline.simulate(each, dualpipe.alone, together=dualpipe.hide)
         rows.append((f"{words}, {max(row[-1][1] for row in spans):g} units", spans))

@@ -7,7 +7,7 @@ follows the last action: the norm, the optimizer, ZeRO's new weights."""
 
 from typing import NamedTuple
 
-import zero_bubble
+import dualpipe
 from dualpipe import PairedSchedule
 from receipts import pipeline as schedules
 from receipts.formulas import flops_per_token
@@ -34,7 +34,7 @@ def estimate(args, config, cluster, played, sums=None, slower=1.0):
             last action, as ddp.py does; "after", where they are sent only then. By default as the
             code that was played
     slower  how many times as long messages between stages take"""
-    schedule = zero_bubble.find_schedule(args.schedule, args.pp, args.microbatches, args.chunks)
+    schedule = dualpipe.find_schedule(args.schedule, args.pp, args.microbatches, args.chunks)
     if args.schedule == "dualpipev" and args.zero < 3:
         schedule = PairedSchedule(schedule.rows)
     part_of = parts_of_all(args, config, schedule, played)

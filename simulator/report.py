@@ -3,8 +3,8 @@ plan prints: its table and the commands, and how a job scales."""
 
 import math
 
+import dualpipe
 import harness
-import zero_bubble
 from proof.ledger import human
 from receipts import pipeline as schedules
 from simulator import layouts
@@ -32,7 +32,7 @@ def report(args, config, cluster, played, step):
 
 
 def print_held(args, config, cluster, played):
-    schedule = zero_bubble.find_schedule(args.schedule, args.pp, args.microbatches, args.chunks)
+    schedule = dualpipe.find_schedule(args.schedule, args.pp, args.microbatches, args.chunks)
     layers = schedules.stage_layers(config, schedule.last + 1)
     device, beside = device_name(args), beside_allocator(args)
     heads = "".join(f"{head:>13s}" for head in HEADS)

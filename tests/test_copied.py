@@ -427,7 +427,7 @@ def test_usage_of_pipelines(copied, of, ranks, microbatches, schedule):
         names |= dict(device="cpu", dtype=torch.float64, b=ROWS // microbatches, T=LENGTH, C=13)
         names |= dict(r=rank, p=ranks, m=microbatches)
         if of == "Pipeline" and schedule:
-            names["Schedule"] = lambda rows: zb.find_schedule(schedule, ranks, microbatches)
+            names["one_f_one_b"] = zb.zb_v
             names["Pipeline"] = zb.SplitPipeline
         torch.set_default_dtype(torch.float64)
         code = usage(getattr(pp, of)).replace("torch.optim.AdamW", "torch.optim.SGD")
@@ -501,7 +501,7 @@ def test_usage_of_dualpipe(dualpipe, ep, zb, pp):
     for p in parameters:
         p.grad = None
     assert names["turns"].switches > 0
-    schedule = zb.find_schedule("dualpipev", 1, 4)
+    schedule = pp.Schedule([dualpipe.dualpipev(0, 1, 4)])
     again = zb.SplitPipeline(schedule, forward, (2, 5, 6), torch.float32, "cpu", links).run()
     ep.sum_replicated_gradients(parameters, group.WORLD)
     torch.testing.assert_close(losses, again)
@@ -717,8 +717,8 @@ def hyper_network(layer, x):
 
 @on_top_of("pipeline zero_bubble", 1)
 def test_stages_that_are_no_plain_layers(pp, zb):
-    play_alone(pp, zb, zb.find_schedule("zb-v", 1, 2), hyper_network)
-    play_alone(pp, zb, zb.find_schedule("interleaved", 1, 2), saliency)
+    play_alone(pp, zb, pp.Schedule([zb.zb_v(0, 1, 2)]), hyper_network)
+    play_alone(pp, zb, pp.Schedule([pp.interleaved(0, 1, 2)]), saliency)
 
 
 # --- experts

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import ddp
+import dualpipe
 import expert_parallel
 import muon
 import pipeline
@@ -35,7 +36,7 @@ def nothing_put_off():
 
 def one_forward_more():
     right = pipeline.one_f_one_b
-    zero_bubble.ALL_SCHEDULES["1f1b"] = lambda rank, ranks, m: right(rank, ranks + (rank == 0), m)
+    dualpipe.ALL_SCHEDULES["1f1b"] = lambda rank, ranks, m: right(rank, ranks + (rank == 0), m)
 
 
 def waits_for_weights():
@@ -48,7 +49,7 @@ def waits_for_weights():
             row.add("F" if kind == "F" else "IW", stage)
         return row
 
-    zero_bubble.ALL_SCHEDULES["zb-h1"] = wrong
+    dualpipe.ALL_SCHEDULES["zb-h1"] = wrong
 
 
 def twice_the_capacity():
@@ -77,7 +78,7 @@ def test_what_is_only_late_or_lost_fails(ranks, text, monkeypatch, technique, fl
     [args] = given
 
     def work(rank, plant):
-        zero_bubble.find_schedule.cache_clear()  # schedules that tests before this one have made
+        dualpipe.find_schedule.cache_clear()  # schedules that tests before this one have made
         plant()
         run = proof.Run(args, rank, 2, torch.device("cpu"))
         return technique.demo(run), getattr(run, "result", None)

@@ -20,6 +20,7 @@ import harness
 import model as gpt
 import zero_bubble
 from harness import initialize, presets
+from pipeline import Schedule
 from receipts import dualpipe as receipt
 from receipts import pipeline as schedules
 
@@ -108,7 +109,7 @@ def test_nothing_of_a_failed_pair_stays():
 def test_pairs():
     for p in range(1, 9):
         for m in range(2 * p, 4 * p):
-            schedule = zero_bubble.find_schedule("dualpipev", p, m)
+            schedule = dualpipe.find_schedule("dualpipev", p, m)
             schedule = dualpipe.PairedSchedule(schedule.rows)
             for rank in range(p):
                 steps = schedule.steps(rank)
@@ -128,7 +129,7 @@ MICROBATCHES = 3
 
 def one_step(schedule_of, turns, watch=contextlib.nullcontext):
     """The gradients of a step: both stages on each rank, the experts shared by all ranks."""
-    schedule = schedule_of(zero_bubble.find_schedule("dualpipev", 1, MICROBATCHES).rows)
+    schedule = schedule_of(dualpipe.find_schedule("dualpipev", 1, MICROBATCHES).rows)
     layers = schedules.stage_layers(CONFIG, 2)
 
     def whole():
@@ -189,14 +190,13 @@ def test_rows_travel_while_the_other_micro_batch_computes(ranks):
     """As many as the formula says; without turns none. The gradients are the same, bit for bit."""
 
     def work(rank):
-        plain = busy_messages(zero_bubble.Schedule, dualpipe.Turns())
+        plain = busy_messages(Schedule, dualpipe.Turns())
         turns = dualpipe.Turns()
         paired = busy_messages(dualpipe.PairedSchedule, turns)
         with mock.patch.object(dualpipe.Turns, "turn", lambda self: None):
             still = busy_messages(dualpipe.PairedSchedule, dualpipe.Turns())
         torch.testing.assert_close([paired[0], still[0]], [plain[0]] * 2, rtol=0, atol=0)
-        schedule = zero_bubble.find_schedule("dualpipev", 1, MICROBATCHES)
-        schedule = dualpipe.PairedSchedule(schedule.rows)
+        schedule = dualpipe.PairedSchedule([dualpipe.dualpipev(0, 1, MICROBATCHES)])
         assert plain[1] == still[1] == 0
         switches, waits = receipt.switches(schedule, 0, paired[3])
         assert (switches, waits) == (turns.switches, turns.waits) == (32, 48)
@@ -250,7 +250,7 @@ def test_what_pairs_hide(ranks):
 
     def waited(paired, message):
         """In a step of one pipeline rank."""
-        schedule = zero_bubble.find_schedule("dualpipev", 1, microbatches)
+        schedule = dualpipe.find_schedule("dualpipev", 1, microbatches)
         clock = Clock(message)
 
         def forward(stage, m, x):

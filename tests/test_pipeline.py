@@ -14,16 +14,14 @@ import torch.distributed as dist
 from reference import CONFIGS, batch, case, make_optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import dualpipe
 import harness
 import model as gpt
 import pipeline as pp
 import zero_bubble as zb
+from dualpipe import ALL_SCHEDULES, PairedSchedule, find_schedule
 from harness import initialize, presets
 from receipts import pipeline as schedules
 from receipts.formulas import flops_per_token
-
-make = zb.find_schedule
 
 
 def shapes(name, ranks=range(1, 9), microbatches=range(1, 18)):
@@ -32,12 +30,12 @@ def shapes(name, ranks=range(1, 9), microbatches=range(1, 18)):
     for p, m in itertools.product(ranks, microbatches):
         for chunks in (1, 2, 3, 4) if name == "interleaved" else (None,):
             try:
-                yield p, m, chunks, make(name, p, m, chunks)
+                yield p, m, chunks, find_schedule(name, p, m, chunks)
             except ValueError as e:
                 assert name == "interleaved" and m % p or name == "dualpipev" and m < 2 * p, e
 
 
-@pytest.mark.parametrize("name", zb.ALL_SCHEDULES)
+@pytest.mark.parametrize("name", ALL_SCHEDULES)
 def test_a_formula_holds_just_where_its_condition_does(name):
     for p, m, chunks, schedule in shapes(name, (2, 3, 4, 6), range(1, 19)):
         v = len(schedule.stages(0))
@@ -118,12 +116,12 @@ def groups(message):
     return message.kind, message.source < message.target
 
 
-@pytest.mark.parametrize("name", zb.ALL_SCHEDULES)
+@pytest.mark.parametrize("name", ALL_SCHEDULES)
 def test_no_rank_waits_for_ever_on_nccl(name):
     """In training and forward alone, whatever is loaded or freed. Posting too early would hang."""
     for _, _, _, schedule in shapes(name, (2, 3, 4, 6, 8, 16), (1, 3, 8, 16, 17)):
         if name == "dualpipev":
-            schedule = dualpipe.PairedSchedule(schedule.rows)
+            schedule = PairedSchedule(schedule.rows)
         for played in (schedule, pp.forward_only(schedule), pp.forward_only(schedule, 1)):
             plan = played.receives_before
             assert (
@@ -132,7 +130,7 @@ def test_no_rank_waits_for_ever_on_nccl(name):
         assert not ends(schedule, one_ahead(schedule), channels)
 
 
-@pytest.mark.parametrize("name", zb.ALL_SCHEDULES)
+@pytest.mark.parametrize("name", ALL_SCHEDULES)
 def test_schedules_are_sound(name):
     count = 0
     for p, m, chunks, schedule in shapes(name):
@@ -150,14 +148,14 @@ def test_schedules_are_sound(name):
 
 
 def test_where_stages_are():
-    assert make("interleaved", 3, 3, 3).owner == {stage: stage % 3 for stage in range(9)}
+    assert find_schedule("interleaved", 3, 3, 3).owner == {stage: stage % 3 for stage in range(9)}
     for name in ("zb-v", "dualpipev"):
-        assert make(name, 3, 6).owner == {0: 0, 1: 1, 2: 2, 3: 2, 4: 1, 5: 0}
+        assert find_schedule(name, 3, 6).owner == {0: 0, 1: 1, 2: 2, 3: 2, 4: 1, 5: 0}
 
 
 def simulate(name, p, m, transfer=0.0, **times):
     times["B"] = times["I"] + times["W"]
-    return schedules.simulate(make(name, p, m), lambda a: times[a.kind], transfer)
+    return schedules.simulate(find_schedule(name, p, m), lambda a: times[a.kind], transfer)
 
 
 def test_zero_bubble_with_other_times():
@@ -230,7 +228,7 @@ MIXTURE = presets.configure(
 
 def hooked(rank, name, config, dtype, watch=contextlib.nullcontext, recompute="none"):
     """A step of a schedule: (parameter, "whole" or "part") of each hook that ran, and gradients."""
-    schedule, links, hooks, now = zb.find_schedule(name, 2, 4), pp.make_links(), [], []
+    schedule, links, hooks, now = find_schedule(name, 2, 4), pp.make_links(), [], []
     model = build(config, schedule, rank, None).to(dtype)
     for part in model.parts.values():
         harness.recompute(part, recompute)
@@ -337,7 +335,7 @@ def test_activations_are_freed_with_their_backward(ranks):
         pp.Pipeline(schedule, forward, (2,), torch.float32, "cpu").run()
         return most[0], len(alive)
 
-    cases = [make("gpipe", 3, 5), make("1f1b", 3, 5), make("interleaved", 3, 6)]
+    cases = [find_schedule(name, 3, 6) for name in ("gpipe", "1f1b", "interleaved")]
     found = ranks(3, lambda rank: [peak(schedule) for schedule in cases])
     for rank, peaks in enumerate(found):
         assert peaks == [(schedules.in_flight(schedule[rank]), 0) for schedule in cases]
@@ -347,7 +345,7 @@ def test_a_rank_may_await_messages_in_another_order(ranks):
     """Than they are sent: rank 1 takes the second micro-batch first, rank 0 gets its gradient."""
 
     def work(rank):
-        first, second = make("1f1b", 2, 2)
+        first, second = find_schedule("1f1b", 2, 2)
         schedule, weight = pp.Schedule([first, second[2:] + second[:2]]), torch.ones(2)
 
         def forward(stage, m, x):
@@ -388,9 +386,9 @@ def spinning(schedule, spans):
 
 def test_what_late_receives_cost_and_save():
     """Beside a receive that is always posted, where a message takes 2% of a forward's time."""
-    for name in zb.ALL_SCHEDULES:
+    for name in ALL_SCHEDULES:
         for p in (4, 8):
-            late, early = (type(s)(s) for s in [make(name, p, 4 * p)] * 2)
+            late, early = (type(s)(s) for s in [find_schedule(name, p, 4 * p)] * 2)
             early.receives_before = one_ahead(early)
             spans = [schedules.simulate(schedule, transfer=0.02) for schedule in (late, early)]
             ends = [max(row[-1][1] for row in of_ranks) for of_ranks in spans]
@@ -460,7 +458,7 @@ def test_equals_pytorchs_pipelining(ranks):
     def work(rank):
         for name, theirs in cases.items():
             with case(name):
-                schedule = zb.find_schedule(name, p, m)
+                schedule = find_schedule(name, p, m)
                 ours, reference = (train(rank, schedule, which) for which in (None, theirs))
                 torch.testing.assert_close(ours, reference, rtol=1e-12, atol=1e-12)
 
@@ -474,9 +472,9 @@ def test_compare(capsys, monkeypatch):
         monkeypatch.setattr(sys, "argv", ["pipeline.py", *flags.split()])
         pp.main()
         words = [line.split() for line in capsys.readouterr().out.splitlines()]
-        return {row[0]: row for row in words if row and row[0] in zb.ALL_SCHEDULES}
+        return {row[0]: row for row in words if row and row[0] in ALL_SCHEDULES}
 
-    assert lines("--compare --nproc 4").keys() == zb.ALL_SCHEDULES.keys()
+    assert lines("--compare --nproc 4").keys() == ALL_SCHEDULES.keys()
     found = lines("--compare --microbatches 6")
     assert " ".join(found["dualpipev"]).startswith("dualpipev dualpipev needs at least 8")
     assert "needs a multiple of 4" in " ".join(found["interleaved"])

@@ -191,15 +191,15 @@ class Layout(OneProcess):
             sp.mark_partial(model.parameters(), self.tp)  # is told already
 
     def split_stages(self, name, pipelines):
+        import dualpipe
         import pipeline as pp
         import zero_bubble as zb
 
         ranks = dist.get_world_size(self.pp)
-        self.schedule, layers = zb.find_schedule(name, ranks, self.microbatches), list(self.model)
+        self.schedule = dualpipe.find_schedule(name, ranks, self.microbatches)
+        layers = list(self.model)
         self.pipeline = zb.SplitPipeline
         if self.turns:
-            import dualpipe
-
             self.schedule = dualpipe.PairedSchedule(self.schedule.rows)
             self.pipeline = functools.partial(dualpipe.DualPipe, turns=self.turns)
         first, last = self.schedule.owner[0], self.schedule.owner[self.schedule.last]
