@@ -366,7 +366,7 @@ class TheirRing(torch.nn.Module):
         super().__init__()
         self.group = group
 
-    def forward(self, q, k, v, starts):
+    def forward(self, q, k, v):
         return TheirAttention.apply(q, k, v, self.group)
 
 
