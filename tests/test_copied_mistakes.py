@@ -104,9 +104,7 @@ Schedule([good[0], [*good[1], good[1][-1]]])  # as F B B
 Schedule([[*good[0], *good[0]]])  # stage 0 runs micro-batch 0 as F B F B
 Schedule([good[0][:1], good[0][1:]])  # stage 0 is on rank 0 and 1
 Schedule([[a._replace(stage=2 * a.stage) for a in row] for row in good])  # stage 1 ... nothing
-""",
-    "pipeline zero_bubble": """
-Schedule([[pipeline.Action(kind, 0, 0) for kind in {"BF" | "FI" | "FWI" | "FBW"}]])
+Schedule([[Action(kind, 0, 0) for kind in {"BF" | "FI" | "FWI" | "FBW"}]])
     # stage 0 runs micro-batch 0 as
 """,
     "expert_parallel": """
