@@ -1,21 +1,19 @@
 """What DualPipe hides, and what its demo's ranks send: as much as a pipeline and experts do."""
 
 from harness.flags import check_batch
-from harness.refusal import Refused, refusing
+from harness.refusal import Refused
 from proof.receipt import Count
 from receipts import ddp, expert_parallel, pipeline
 from receipts.formulas import SCALAR, Group, add, sizes_of, summed
 
 
 def check(make, args, config, world):
-    """Refuse what --ep, --microbatches and the model's layers and experts don't allow. make:
-    find_schedule of dualpipe.py."""
+    """Refuse what --ep, --microbatches and the model's layers don't allow. make: find_schedule of
+    dualpipe.py."""
     if world % args.ep:
         raise Refused(f"--ep {args.ep} does not divide {world} ranks: give a divisor")
     args.schedule, args.chunks = "dualpipev", None
     pipeline.of_flags(make, args, config, world // args.ep)
-    with refusing():
-        expert_parallel.experts_here(config, Group("ep", args.ep))
     check_batch(args, args.ep)
 
 
