@@ -154,12 +154,15 @@ def test_short_commands_run(command):
 
 
 def test_the_readme_says_how_many_lines_to_copy():
-    """Of each technique's top, to the nearest ten or so."""
-    rows = re.findall(r"^\| \[`(\w+\.py)`\].*\| (\d+) \|$", (ROOT / "README.md").read_text(), re.M)
-    assert len(rows) >= 11
-    for name, said in rows:
-        top, _, _ = (ROOT / name).read_text().partition(DEMO)
-        assert abs(len(top.splitlines()) - int(said)) <= 15, name
+    """Of each technique's top, to the nearest ten or so, and where its plainest form ends."""
+    row = r"^\| \[`(\w+\.py)`\].*\|(?: to line (\d+))? \| (\d+) \|$"
+    rows = re.findall(row, (ROOT / "README.md").read_text(), re.M)
+    assert len(rows) >= 20
+    for name, plain, said in rows:
+        lines = (ROOT / name).read_text().partition(DEMO)[0].splitlines()
+        assert abs(len(lines) - int(said)) <= 15, name
+        ends = [i for i, line in enumerate([*lines, "# --- "]) if line.startswith("# --- ")]
+        assert not plain or min(abs(i - int(plain)) for i in ends) <= 4, name
 
 
 def test_pictures_are_up_to_date():
