@@ -56,7 +56,7 @@ class PlainRingAttention(torch.autograd.Function):
         for step in range(n):  # kv is that of rank - step. Higher ranks have later keys
             if step <= rank:
                 add_tile(out, lse, *attention(q, *kv, causal=step == 0))
-            kv = pass_on(kv, group)()  # () waits
+            kv = pass_on(kv, group)
         ctx.save_for_backward(q, kv, out, lse)  # after n hops kv is this rank's own again
         ctx.group = group
         return out
@@ -72,8 +72,8 @@ class PlainRingAttention(torch.autograd.Function):
                 dq_tile, dk, dv = attention_gradients(grad, q, *kv, out, lse, causal=step == 0)
                 dq += dq_tile
                 dkv += torch.stack((dk, dv))
-            kv = pass_on(kv, ctx.group)()
-            dkv = pass_on(dkv, ctx.group)()  # gradients travel with their keys
+            kv = pass_on(kv, ctx.group)
+            dkv = pass_on(dkv, ctx.group)  # gradients travel with their keys
         return dq, *dkv, None  # after n hops they are at home
 
 
@@ -111,28 +111,19 @@ def masked_scores(q, k, causal):
     return scores
 
 
-def pass_on(tensor, group, received=None):
-    """Start to send a tensor to the next rank. Returns a function that waits, and returns what the
-    rank before sends: in `received`, or a new tensor."""
+def pass_on(tensor, group):
+    """Send a tensor to the next rank of the ring. Returns what the rank before has sent."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     if n == 1:
-        return lambda: tensor
-    received = torch.empty_like(tensor) if received is None else received
-    return start_messages(tensor, (rank + 1) % n, received, (rank - 1) % n, group)
-
-
-def start_messages(sent, target, received, source, group):  # empty ones are left out
-    send = dist.P2POp(dist.isend, sent, group=group, group_peer=target)
-    receive = dist.P2POp(dist.irecv, received, group=group, group_peer=source)
-    not_empty = [message for message in (send, receive) if message.tensor.numel()]
-    messages = dist.batch_isend_irecv(not_empty) if not_empty else []
-
-    def wait():
-        while messages:  # a message that is forgotten no longer holds what it sent
-            messages.pop().wait()
-        return received
-
-    return wait
+        return tensor
+    received = torch.empty_like(tensor)
+    messages = [
+        dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % n),
+        dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % n),
+    ]
+    for message in dist.batch_isend_irecv(messages):
+        message.wait()
+    return received
 
 
 # --- in a model of yours: a zigzag, the next keys travel meanwhile, any number of kv-heads
@@ -233,7 +224,7 @@ def around_the_ring(kv, group):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     spare = torch.empty_like(kv)
     for step in range(n - 1):
-        receive = pass_on(kv, group, spare)
+        receive = start_passing(kv, group, spare)
         yield (rank - step) % n, kv
         kv, spare = receive(), kv
     yield (rank - (n - 1)) % n, kv
@@ -250,6 +241,30 @@ def attend_to_all(q, kv_by_rank, tiles):
             index = tile.rows, slice(None), tile.queries  # into (B, H, T'): a view
             add_tile(out[index], lse[index], *tile_attention(q, kv, tile))
     return out.to(q.dtype), lse
+
+
+def start_passing(tensor, group, received=None):
+    """pass_on in two halves: starts, and returns a function that waits and returns what arrived, in
+    `received` or a new tensor."""
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    if n == 1:
+        return lambda: tensor
+    received = torch.empty_like(tensor) if received is None else received
+    return start_messages(tensor, (rank + 1) % n, received, (rank - 1) % n, group)
+
+
+def start_messages(sent, target, received, source, group):  # empty ones are left out
+    send = dist.P2POp(dist.isend, sent, group=group, group_peer=target)
+    receive = dist.P2POp(dist.irecv, received, group=group, group_peer=source)
+    not_empty = [message for message in (send, receive) if message.tensor.numel()]
+    messages = dist.batch_isend_irecv(not_empty) if not_empty else []
+
+    def wait():
+        while messages:  # a message that is forgotten no longer holds what it sent
+            messages.pop().wait()
+        return received
+
+    return wait
 
 
 class RingAttention(torch.autograd.Function):
@@ -282,7 +297,7 @@ class RingAttention(torch.autograd.Function):
                 dkv = receive()
             for tile, dkv_tile in zip(ctx.tiles[source], dkv_tiles):
                 dkv[:, tile.rows, :, tile.keys] += dkv_tile
-            receive = pass_on(dkv, ctx.group)
+            receive = start_passing(dkv, ctx.group)
         dkv = receive()  # after n hops: the sums for this rank's own keys
         return dq.to(q.dtype), *dkv.to(k.dtype), None, None
 
