@@ -13,7 +13,7 @@ copy of a token, on its way to the expert with that number. | separates the rank
 Split: the experts, and the batch (each rank has its own tokens). A rank's experts are consecutive,
 so rows that are sorted by expert are sorted by rank. How many rows go where depends on the routing:
 ranks first exchange these counts, and the host (the CPU) waits for them. If routing is uneven, all
-ranks wait for the fullest. A balance loss (expert_balance.py) or `capacity` makes it more even.
+ranks wait for the fullest. A balance loss (mixture.py) or `capacity` makes it more even.
 
 Sent: rows (dispatch), their results (combine), and in backward the gradients of both. A rank's n
 tokens make k n rows of C elements; an element has e bytes. r = (N-1)/N of the rows leave the rank,
@@ -175,7 +175,7 @@ def sum_replicated_gradients(parameters, group):
 #         y = dispatch(x, weights, chosen, mlps)
 #         loss = F.cross_entropy(model.head(y), targets, reduction="sum")
 #         loss = loss / target_count  # the targets of all ranks and micro-batches
-#         # An even load needs a balance loss, added here: expert_balance.py
+#         # An even load needs a balance loss, added here: mixture.py
 #         loss.backward()
 #     sum_replicated_gradients(model.parameters(), group)  # then step
 #
@@ -416,10 +416,10 @@ def parallelize_experts(model, group, data_group=None, **options):
 
 # --- demo ---
 
-import expert_balance
 import harness
 import proof
 import receipts.expert_parallel
+from mixture import rebalance
 
 
 def main():
@@ -464,7 +464,7 @@ def demo(run):
         run.log(loss, norm)
         report.after(step)
         # Zeroes the routers' loads; with --bias-rate moves their biases towards an even one
-        expert_balance.rebalance(model, lambda load: dist.all_reduce(load, group=group))
+        rebalance(model, lambda load: dist.all_reduce(load, group=group))
     report.show_load()
     return run.receipt({"ep": run.world, "chunks": args.chunks}, *report.of_demo())
 

@@ -7,7 +7,7 @@
 
 GPT-2 (learned positions, LayerNorm, GELU, biases, one matrix for embedding and output) and Llama
 (rotary positions, RMSNorm, SwiGLU, grouped-query attention, no biases) differ in fields of Config.
-With `experts` > 0 a mixture of experts takes the place of the MLP.
+With `experts` > 0 a mixture of experts (mixture.py) takes the place of the MLP.
 
 The model knows nothing of parallelism. A technique removes submodules or replaces them: `enter` and
 `leave`, identities here, stand where it may put a message.
@@ -27,7 +27,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from expert_balance import balance
+from mixture import MoE
 
 IGNORE = -1  # a target with this value adds nothing to the loss (torch's default: -100)
 
@@ -53,7 +53,7 @@ class Config:
     rope_theta: float = 10000.0
     rope_scaling: object = None  # frequencies -> frequencies (Llama 3.1: trainer/hf_config.py)
     norm_eps: float = 1e-5
-    # A mixture of experts, unless experts is 0: see MoE and Router
+    # A mixture of experts, unless experts is 0: see mixture.py
     experts: int = 0
     top_k: int = 2  # experts per token
     shared: int = 0  # width of an MLP that every token passes, in units of `hidden`; 0: none
@@ -61,7 +61,7 @@ class Config:
     # Divide a token's k weights by their sum (Mixtral). False for OLMoE, and for k = 1 (Switch):
     # a weight that is always 1 gives the router no gradient
     renormalize: bool = True
-    # For an even load, see expert_balance.py
+    # For an even load, see mixture.py
     balance_loss: float = 0.0  # factor of this loss
     z_loss: float = 0.0  # factor of this loss
     bias_rate: float = 0.0  # step of a bias for the choice
@@ -91,7 +91,7 @@ class Block(nn.Module):
         # Not nn.Dropout: see the end of the file. site: its number in the model
         self.attn_drop = Dropout(config.dropout, site=2 * layer + 1)
         self.mlp_norm = make_norm(config)
-        self.mlp = MoE(config) if config.experts else MLP(config)
+        self.mlp = make_mlp(config)
         self.mlp_drop = Dropout(config.dropout, site=2 * layer + 2)
 
     def forward(self, x, batch=Batch()):
@@ -234,7 +234,17 @@ class MLP(nn.Module):
         return self.finish(self.up(x), gate)
 
     def finish(self, up, gate=None):  # apart, so that harness/blocks.py can recompute it alone
-        return self.down(activate(up, gate))
+        # The approximation that GPT-2 was trained with
+        hidden = F.gelu(up, approximate="tanh") if gate is None else F.silu(gate) * up
+        return self.down(hidden)
+
+
+def make_mlp(config):
+    """An MLP or a mixture of experts, by the config."""
+    if not config.experts:
+        return MLP(config)
+    shared = MLP(replace(config, hidden=config.shared * config.hidden)) if config.shared else None
+    return MoE(config, shared)
 
 
 class Embedding(nn.Module):
@@ -288,12 +298,6 @@ def make_norm(config):
     return kind(config.width, eps=config.norm_eps)
 
 
-def activate(up, gate=None):
-    if gate is None:
-        return F.gelu(up, approximate="tanh")  # the approximation that GPT-2 was trained with
-    return F.silu(gate) * up
-
-
 def rotary_table(positions, config, dtype):
     """cos and sin of the angles of positions (T,) or (B, T), for all heads: (1, T, D) or
     (B, 1, T, D) each (Su et al. 2021, arXiv:2104.09864)."""
@@ -326,117 +330,6 @@ def initial_distribution(name, layers):
     if name.endswith(("proj.weight", "down.weight", "experts.down")):
         return 0.0, 0.02 / (2 * layers) ** 0.5  # 2 x layers matrices add to the residual stream
     return 0.0, 0.02
-
-
-# --- mixture of experts (Shazeer et al. 2017, arXiv:1701.06538)
-
-
-class MoE(nn.Module):
-    """x (B, T, C) -> (B, T, C): each token passes k of E experts, and a shared MLP if the config
-    has one (DeepSeekMoE, arXiv:2401.06066)."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.enter = nn.Identity()
-        self.router = Router(config)
-        self.dispatch = Dispatch()
-        self.experts = Experts(config)
-        self.leave = nn.Identity()  # experts that are cut add their partial results here
-        self.shared = None
-        if config.shared:
-            self.shared = MLP(replace(config, hidden=config.shared * config.hidden))
-
-    def forward(self, x, batch=Batch()):
-        of_shared = []
-
-        def run_shared():  # needs no routed token: expert_parallel.py calls it while tokens travel
-            if self.shared is not None:
-                of_shared.append(self.shared(x))
-
-        weights, chosen = self.router(x, batch.target_count)  # (B, T, k) each
-        # Where enter gathers tokens, it gathers their weights and experts, too
-        entered, weights, chosen = self.enter(x), self.enter(weights), self.enter(chosen)
-        rows = entered.flatten(0, 1)  # (B T, C)
-        weights, chosen = weights.flatten(0, 1), chosen.flatten(0, 1)  # (B T, k)
-        y = self.dispatch(rows, weights, chosen, self.experts, meanwhile=run_shared)
-        return sum(of_shared, self.leave(y.view_as(entered)))
-
-
-class Router(nn.Linear):
-    """Chooses experts: x (B, T, C) -> weights (B, T, k), the experts' numbers (B, T, k). Of equal
-    scores the lower number wins. In training expert_balance.py evens the load."""
-
-    def __init__(self, config):
-        super().__init__(config.width, config.experts, bias=False)
-        self.config = config
-        self.sum_over_sequence = nn.Identity()  # sums over the pieces of a sequence that is cut
-        self.register_buffer("choice_bias", torch.zeros(config.experts))
-        self.register_buffer("load", torch.zeros(config.experts, dtype=torch.int64))
-
-    def forward(self, x, target_count=None):
-        logits = super().forward(x)  # (B, T, E)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # at least float32
-        scores = logits.softmax(-1) if self.config.scores == "softmax" else logits.sigmoid()
-        best = (scores.detach() + self.choice_bias).sort(dim=-1, descending=True, stable=True)
-        chosen = best.indices[..., : self.config.top_k]  # (B, T, k)
-        weights = scores.gather(-1, chosen)
-        if self.config.renormalize:
-            weights = weights / weights.sum(-1, keepdim=True)
-        if weights.requires_grad and target_count is not None:  # in training
-            weights = balance(self, weights, chosen, scores, logits, target_count)
-        return weights.to(x.dtype), chosen
-
-
-class Dispatch(nn.Module):
-    """Brings N tokens to their experts and back: x (N, C), weights and chosen (N, k) -> (N, C), the
-    sum of weight x expert(x). No token is dropped, nothing is padded. meanwhile(): what needs no
-    routed token; called once."""
-
-    def forward(self, x, weights, chosen, experts, meanwhile):
-        meanwhile()
-        order = chosen.flatten().argsort(stable=True)  # (N k,): by expert, then by token
-        # Not bincount, for which the host waits, to learn the size of the result
-        counts = order.new_zeros(len(experts.up))  # (E,)
-        counts.scatter_add_(0, chosen.flatten(), torch.ones_like(order))
-        token = order // chosen.shape[1]
-        rows = experts(x.index_select(0, token), counts)
-        rows = rows * weights.flatten()[order].unsqueeze(1)
-        return torch.zeros_like(x).index_add(0, token, rows)
-
-
-class Experts(nn.Module):
-    """E MLPs without biases: rows (R, C) sorted by expert, counts (E,) of each one's rows ->
-    (R, C). A projection is one parameter (E, out, in): a slice of dimension 0 is whole experts."""
-
-    def __init__(self, config):
-        super().__init__()
-        experts, hidden, width = config.experts, config.hidden, config.width
-        self.gate = None
-        if config.mlp == "swiglu":
-            self.gate = nn.Parameter(torch.empty(experts, hidden, width))
-        self.up = nn.Parameter(torch.empty(experts, hidden, width))
-        self.down = nn.Parameter(torch.empty(experts, width, hidden))
-
-    def forward(self, rows, counts):
-        ends = counts.cumsum(0).to(torch.int32)
-        gate = None if self.gate is None else grouped_linear(rows, self.gate, ends)
-        up = grouped_linear(rows, self.up, ends)
-        return self.finish(up, gate, ends)
-
-    def finish(self, up, gate, ends):  # as in MLP
-        return grouped_linear(activate(up, gate), self.down, ends)
-
-
-def grouped_linear(x, weight, ends):
-    """x (R, in), weight (E, out, in) -> (R, out): x[ends[e-1] : ends[e]] @ weight[e].T."""
-    fits = len(x) > 0 and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    aligned = all(size * x.element_size() % 16 == 0 for size in weight.shape[1:])
-    # From sm_80. Not on Blackwell: experts without rows get a nonzero gradient (pytorch #172439)
-    device_fits = not x.is_cuda or (8, 0) <= torch.cuda.get_device_capability(x.device) < (10, 0)
-    if fits and aligned and device_fits:
-        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
-    parts = x.tensor_split(ends[:-1].tolist())
-    return torch.cat([F.linear(part, matrix) for part, matrix in zip(parts, weight)])
 
 
 # --- dropout: a piece of the batch is masked as the whole is (the idea: Salmon et al. 2011)

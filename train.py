@@ -42,9 +42,9 @@ import composition
 import context_parallel
 import ddp
 import dualpipe
-import expert_balance
 import expert_parallel
 import fsdp
+import mixture
 import model as gpt
 import muon
 import muon_in_grid
@@ -119,7 +119,7 @@ def train(run, schedule=None):
             loss, norm, taken = train_step(runner, runner.batches(step), record)
             if taken:
                 run.log(loss, norm, tracking.mfu(run))
-            expert_balance.rebalance(model, runner.sum_load, taken)  # moves routers' biases
+            mixture.rebalance(model, runner.sum_load, taken)  # moves routers' biases
             averaging.average_if_due(step)  # --islands
             log_row(run.history[-1])  # run.log's; an empty one if the step was skipped
             if checkpoints.save_if_due(step + 1):

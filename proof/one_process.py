@@ -6,11 +6,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from expert_balance import rebalance
 from harness import documents, initialize
 from harness.optimizer import clip, grad_norm, learning_rate, make_optimizer
 from harness.placement import take
 from harness.presets import parameter_shapes
+from mixture import rebalance
 from proof.diagnosis import Notes, diagnose, evidence, watch
 from proof.tolerance import FLOOR, TOLERANCE
 

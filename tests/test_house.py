@@ -25,7 +25,7 @@ FOLDERS = [*CODE, "tests", "docs", ".ci"]
 # A module may import those of a lower floor and of its own folder; a demo also another lesson
 LESSONS = 4
 FLOORS = {
-    "expert_balance": -1,
+    "mixture": -1,
     "model": 0,
     "harness": 1,
     "proof": 2,
@@ -112,7 +112,7 @@ def test_the_top_level_is_what_the_readme_lists():
         check=True,
     ).stdout.split()
     there = {name.partition("/")[0] for name in listed if (ROOT / name).exists()}
-    lessons = {f"{name}.py" for name in ["model", "expert_balance", "train", *TECHNIQUES]}
+    lessons = {f"{name}.py" for name in ["model", "mixture", "train", *TECHNIQUES]}
     assert there - {"data"} == lessons.union(OTHERS, FOLDERS)
 
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from conftest import ROOT
 from reference import case
 
-import expert_balance
 import harness
+import mixture
 import proof
 import train
 from harness import data, initialize
@@ -191,7 +191,7 @@ def reference(text):
                 loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip)
             optimizer.step()
-            expert_balance.rebalance(model)
+            mixture.rebalance(model)
             pairs.append((loss.item(), norm.item()))
         assert min(norm for _, norm in pairs) > args.grad_clip
         return pairs

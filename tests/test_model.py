@@ -10,8 +10,8 @@ import pytest
 import tops
 import torch
 
-import expert_balance
 import harness
+import mixture
 import model as gpt
 import packed_documents
 from harness import initialize, presets
@@ -96,7 +96,7 @@ def test_losses_of_the_router_are_not_in_the_loss():
 
 
 def test_equal_scores_go_to_the_first_experts():
-    router = gpt.Router(presets.configure(**SMALL, **MIXTURE))
+    router = mixture.Router(presets.configure(**SMALL, **MIXTURE))
     torch.nn.init.zeros_(router.weight)
     weights, chosen = router(torch.randn(2, 7, 32))
     assert (chosen == torch.tensor([0, 1])).all() and (weights == 0.5).all()
@@ -192,7 +192,7 @@ def test_bias_brings_the_load_into_balance():
         loads = torch.stack([block.mlp.router.load for block in model.blocks.values()]).double()
         assert loads.sum(1).tolist() == [16 * 24 * 2] * 3
         spread.append((loads.max(1).values / loads.mean(1)).mean().item())
-        expert_balance.rebalance(model)
+        mixture.rebalance(model)
     assert spread[-1] < 1.3 < spread[0]
     assert all(block.mlp.router.load.sum() == 0 for block in model.blocks.values())
 
@@ -204,12 +204,12 @@ def test_kernel_and_loop_of_grouped_products_agree():
         ends, results = torch.tensor(sizes).cumsum(0).int(), []
         for dtype in (torch.float32, torch.float64):
             a, b = x.to(dtype).requires_grad_(), w.to(dtype).requires_grad_()
-            y = gpt.grouped_linear(a, b, ends)
+            y = mixture.grouped_linear(a, b, ends)
             results.append([y, *torch.autograd.grad(y.square().sum(), (a, b))])
         for kernel, loop in zip(*results):
             torch.testing.assert_close(kernel.double(), loop, rtol=1e-5, atol=1e-5)
     # The kernel refuses rows of 28 bytes
-    assert gpt.grouped_linear(torch.randn(8, 7), torch.randn(4, 5, 7), ends).shape == (8, 5)
+    assert mixture.grouped_linear(torch.randn(8, 7), torch.randn(4, 5, 7), ends).shape == (8, 5)
 
 
 def test_published_sizes():
@@ -414,7 +414,7 @@ def test_sizes_that_contradict_each_other(wrong, words):
 
 def test_the_file_works_alone_and_refuses(ranks, tmp_path):
     """Copied into an empty folder: its docstring's lines run, and a wrong Config is refused."""
-    for lesson in (gpt, expert_balance):
+    for lesson in (gpt, mixture):
         shutil.copy(lesson.__file__, tmp_path)
     usage = re.findall(r"^    (\w+ = .*)$", gpt.__doc__, re.M)
     wrong = "try:\n    Config(experts=2, top_k=3)\nexcept ValueError as e:\n    print(e)"

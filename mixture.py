@@ -1,0 +1,204 @@
+"""A mixture of experts: each token passes k of E MLPs, and the model learns which.
+
+    x (B, T, C) --> Router --> weights, chosen (B, T, k)
+        |                          |
+        +----------------> Dispatch: rows sorted by expert --> Experts --> weighted sums (B, T, C)
+
+Its weights are those of E MLPs, its work that of k. It takes the place of the MLP in model.py's
+Block. The router scores the experts, and sends each token to the k best. Nothing in the model's
+loss keeps all tokens from the same few experts. Three remedies, each a field of the config:
+
+balance_loss  factor of E sum_e f_e P_e: of a sequence's assignments the share f_e goes to expert e,
+              whose mean score is P_e. For an even load it is 1, and 1 is the least. f has no
+              gradient, so P falls where f is large (Fedus et al. 2021, arXiv:2101.03961; per
+              sequence: DeepSeek-V3, arXiv:2412.19437)
+z_loss        factor of the mean of logsumexp(logits)^2, which keeps logits small (Zoph et al. 2022,
+              arXiv:2202.08906)
+bias_rate     step of a bias, added to the scores for the choice only. After each step it goes up
+              where the load was low (Wang et al. 2024, arXiv:2408.15664)
+
+The losses act through gradients: the loss that the model reports is the cross-entropy alone. Like
+that, both are sums over tokens, divided by target_count. So those of a batch's pieces add up.
+
+Shazeer et al. 2017, Sparsely-gated mixture of experts, arXiv:1701.06538.
+"""
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+class MoE(nn.Module):
+    """x (B, T, C) -> (B, T, C). shared: an MLP that every token passes, too, or None (DeepSeekMoE,
+    arXiv:2401.06066)."""
+
+    def __init__(self, config, shared=None):
+        super().__init__()
+        self.enter = nn.Identity()
+        self.router = Router(config)
+        self.dispatch = Dispatch()
+        self.experts = Experts(config)
+        self.leave = nn.Identity()  # experts that are cut add their partial results here
+        self.shared = shared
+
+    def forward(self, x, batch=None):
+        of_shared = []
+
+        def run_shared():  # needs no routed token: expert_parallel.py calls it while tokens travel
+            if self.shared is not None:
+                of_shared.append(self.shared(x))
+
+        target_count = batch.target_count if batch else None
+        weights, chosen = self.router(x, target_count)  # (B, T, k) each
+        # Where enter gathers tokens, it gathers their weights and experts, too
+        entered, weights, chosen = self.enter(x), self.enter(weights), self.enter(chosen)
+        rows = entered.flatten(0, 1)  # (B T, C)
+        weights, chosen = weights.flatten(0, 1), chosen.flatten(0, 1)  # (B T, k)
+        y = self.dispatch(rows, weights, chosen, self.experts, meanwhile=run_shared)
+        return sum(of_shared, self.leave(y.view_as(entered)))
+
+
+class Router(nn.Linear):
+    """Chooses experts: x (B, T, C) -> weights (B, T, k), the experts' numbers (B, T, k). Of equal
+    scores the lower number wins. In training `balance`, below, evens the load."""
+
+    def __init__(self, config):
+        super().__init__(config.width, config.experts, bias=False)
+        self.config = config
+        self.sum_over_sequence = nn.Identity()  # sums over the pieces of a sequence that is cut
+        self.register_buffer("choice_bias", torch.zeros(config.experts))
+        self.register_buffer("load", torch.zeros(config.experts, dtype=torch.int64))
+
+    def forward(self, x, target_count=None):
+        logits = super().forward(x)  # (B, T, E)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # at least float32
+        scores = logits.softmax(-1) if self.config.scores == "softmax" else logits.sigmoid()
+        best = (scores.detach() + self.choice_bias).sort(dim=-1, descending=True, stable=True)
+        chosen = best.indices[..., : self.config.top_k]  # (B, T, k)
+        weights = scores.gather(-1, chosen)
+        if self.config.renormalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        if weights.requires_grad and target_count is not None:  # in training
+            weights = balance(self, weights, chosen, scores, logits, target_count)
+        return weights.to(x.dtype), chosen
+
+
+class Dispatch(nn.Module):
+    """Brings N tokens to their experts and back: x (N, C), weights and chosen (N, k) -> (N, C), the
+    sum of weight x expert(x). No token is dropped, nothing is padded. meanwhile(): what needs no
+    routed token; called once."""
+
+    def forward(self, x, weights, chosen, experts, meanwhile):
+        meanwhile()
+        order = chosen.flatten().argsort(stable=True)  # (N k,): by expert, then by token
+        # Not bincount, for which the host waits, to learn the size of the result
+        counts = order.new_zeros(len(experts.up))  # (E,)
+        counts.scatter_add_(0, chosen.flatten(), torch.ones_like(order))
+        token = order // chosen.shape[1]
+        rows = experts(x.index_select(0, token), counts)
+        rows = rows * weights.flatten()[order].unsqueeze(1)
+        return torch.zeros_like(x).index_add(0, token, rows)
+
+
+class Experts(nn.Module):
+    """E MLPs without biases: rows (R, C) sorted by expert, counts (E,) of each one's rows ->
+    (R, C). A projection is one parameter (E, out, in): a slice of dimension 0 is whole experts."""
+
+    def __init__(self, config):
+        super().__init__()
+        experts, hidden, width = config.experts, config.hidden, config.width
+        self.gate = None
+        if config.mlp == "swiglu":
+            self.gate = nn.Parameter(torch.empty(experts, hidden, width))
+        self.up = nn.Parameter(torch.empty(experts, hidden, width))
+        self.down = nn.Parameter(torch.empty(experts, width, hidden))
+
+    def forward(self, rows, counts):
+        ends = counts.cumsum(0).to(torch.int32)
+        gate = None if self.gate is None else grouped_linear(rows, self.gate, ends)
+        up = grouped_linear(rows, self.up, ends)
+        return self.finish(up, gate, ends)
+
+    def finish(self, up, gate, ends):  # as in MLP
+        hidden = F.gelu(up, approximate="tanh") if gate is None else F.silu(gate) * up
+        return grouped_linear(hidden, self.down, ends)
+
+
+def grouped_linear(x, weight, ends):
+    """x (R, in), weight (E, out, in) -> (R, out): x[ends[e-1] : ends[e]] @ weight[e].T."""
+    fits = len(x) > 0 and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    aligned = all(size * x.element_size() % 16 == 0 for size in weight.shape[1:])
+    # From sm_80. Not on Blackwell: experts without rows get a nonzero gradient (pytorch #172439)
+    device_fits = not x.is_cuda or (8, 0) <= torch.cuda.get_device_capability(x.device) < (10, 0)
+    if fits and aligned and device_fits:
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    parts = x.tensor_split(ends[:-1].tolist())
+    return torch.cat([F.linear(part, matrix) for part, matrix in zip(parts, weight)])
+
+
+# --- an even load
+#
+#     weights = balance(router, weights, chosen, scores, logits, target_count)    # in forward
+#     rebalance(model)                                                            # once a step
+
+
+def balance(router, weights, chosen, scores, logits, target_count):
+    """Returns the weights (B, T, k), as they are. Their backward counts the load, and runs the
+    losses' backward. chosen (B, T, k): the experts' numbers. scores, logits (B, T, E)."""
+    config, chosen = router.config, chosen.flatten(1)
+    assigned = scores.new_zeros(len(scores), config.experts)  # (B, E)
+    assigned.scatter_add_(1, chosen, scores.new_ones(chosen.shape))
+    load = assigned.sum(0).long()
+
+    def count(gradient):  # in backward: with recomputation a forward runs twice, a backward once
+        router.load += load
+
+    weights.register_hook(count)
+    if config.balance_loss:
+        loss = config.balance_loss * imbalance(router, scores, assigned) / target_count
+        weights = AddLoss.apply(weights, loss)
+    if config.z_loss:
+        loss = config.z_loss * logits.logsumexp(-1).square().sum() / target_count
+        weights = AddLoss.apply(weights, loss)
+    return weights
+
+
+def imbalance(router, scores, assigned):
+    """tokens x E sum_e f_e P_e, added up over sequences."""
+    experts, top_k = router.config.experts, router.config.top_k
+    if router.config.scores == "sigmoid":
+        scores = scores / scores.sum(-1, keepdim=True)
+    tokens = assigned.new_full((len(scores), 1), scores.shape[1])
+    # One tensor: where a sequence is cut, that is one message
+    sums = router.sum_over_sequence(torch.cat((assigned, scores.sum(1), tokens), dim=1))
+    assigned, scores, tokens = sums.split((experts, experts, 1), dim=1)  # (B, E), (B, E), (B, 1)
+    # f = assigned / (k tokens) and P = scores / tokens
+    return (assigned.detach() * scores / tokens).sum() * experts / top_k
+
+
+class AddLoss(torch.autograd.Function):
+    """Returns x. In backward `loss` gets the gradient 1, as if it had been added to the model's
+    loss, even on a pipeline stage without the head (Megatron-LM's MoEAuxLossAutoScaler). A
+    GradScaler multiplies the model's loss, but not this one: give target_count / scale instead."""
+
+    @staticmethod
+    def forward(ctx, x, loss):
+        ctx.save_for_backward(loss)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, torch.ones_like(ctx.saved_tensors[0])
+
+
+@torch.no_grad()
+def rebalance(model, sum_over_devices=None, step_taken=True):
+    """After each step: move every router's bias by `bias_rate` towards an even load. A skipped step
+    only zeroes the loads. sum_over_devices(load): in place, over the devices with other tokens."""
+    for router in [module for module in model.modules() if hasattr(module, "choice_bias")]:
+        if router.config.bias_rate and step_taken:
+            if sum_over_devices is not None:
+                sum_over_devices(router.load)
+            load = router.load.to(router.choice_bias.dtype)
+            router.choice_bias += router.config.bias_rate * (load.mean() - load).sign()
+        router.load.zero_()
