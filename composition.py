@@ -140,7 +140,7 @@ class InGrid:
         return super().make_bucket(parameters, **options)
 
     def finish(self):
-        if self.last_call == "finish":  # called again: don't add partial sums twice
+        if self.finished:  # called again: don't add partial sums twice
             return
         super().finish()
         for bucket in self.trained_buckets:

@@ -30,7 +30,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.utils._pytree import tree_leaves
 
-from zero import MasterBucket, ZeRO, all_gather_into_tensor, await_weights, reduce_scatter_tensor
+from zero import ShardedBucket, ZeRO, all_gather_into_tensor, await_weights, reduce_scatter_tensor
 
 # --- FSDP in its plainest form
 
@@ -128,7 +128,7 @@ class Unit:
             bucket.users.discard(self)
 
 
-class UnitBucket(MasterBucket):
+class UnitBucket(ShardedBucket):
     """`weights` has memory while it has `users`: units that need it now (a tied matrix: two).
     A GPU may still run a matmul or a gather when the host frees their memory. That is safe: a
     gather's stream waits for all work queued so far on the compute stream, await_weights() makes
@@ -202,7 +202,7 @@ class FSDP(ZeRO):
 
     def make_bucket(self, parameters, **options):
         units = self.units_of[parameters[0]]
-        kind = UnitBucket if units else MasterBucket
+        kind = UnitBucket if units else ShardedBucket
         bucket = super().make_bucket(parameters, bucket_class=kind, **options)
         bucket.units = units
         for unit in units:

@@ -51,7 +51,8 @@ class PlainZeRO:
             zero.step()
 
     With several micro-batches call step() after the last one's backward. For stage 2 call reduce()
-    after each of the others: it frees the whole gradients, and keeps this rank's shard.
+    after each of the others: between them only this rank's shard of the gradients stays. (While it
+    runs, all gradients are there twice. ZeRO's buckets, below, avoid that.)
 
     All ranks start with equal weights, of one dtype, on one device, none frozen. Don't call
     clip_grad_norm_: before step() it sees this rank's gradients, not their sum. The optimizer sees
@@ -115,8 +116,6 @@ class ZeRO:
     optimizers, hooks and references after it. Activation checkpointing needs use_reentrant=False.
     After an exception in a backward pass end the run on all ranks."""
 
-    takes_shards = False  # of other techniques: composition.py does
-
     def __init__(
         self,
         model,
@@ -125,12 +124,13 @@ class ZeRO:
         make_optimizer,  # called with a list of this rank's pieces; must work element by element
         microbatches=1,  # the backward passes of a step
         bucket_bytes=25 << 20,  # of the largest bucket; a larger parameter has one of its own
-        **options,  # dtypes, offload and more: see ShardedBucket and MasterBucket
+        **options,  # dtypes, offload and more: see ShardedBucket
     ):
         self.model, self.group, self.stage, self.microbatches = model, group, stage, microbatches
         self.queue = []  # buckets that the running backward pass has yet to reduce, in this order
         self.reductions = []  # (bucket, wait): reductions on their way
-        self.last_call = None  # "zero_grad", "unfinished backward", "backward", "finish", and again
+        self.in_backward = False  # whether a backward pass is running
+        self.finished = False  # whether the gradients of this step are summed
         # 1  The parameters are dealt out to buckets, and become views of them
         self.buckets = []
         replacement = {}
@@ -152,13 +152,6 @@ class ZeRO:
         self.optimizer = make_optimizer(pieces)
         check_zero_arguments(self)
 
-    def kind_of(self, p):  # equal for all parameters of a bucket
-        return p.requires_grad, p.dtype, p.device
-
-    def make_bucket(self, parameters, bucket_class=None, **options):
-        options = dict(group=self.group, passes=self.microbatches) | options
-        return (bucket_class or MasterBucket)(parameters, stage=self.stage, **options)
-
     # --- a step
     #
     # zero_grad()  All gradients are 0.
@@ -170,16 +163,15 @@ class ZeRO:
     def zero_grad(self):
         check_zero_parameters(self)
         check_zero_call(self, "zero_grad")
-        self.last_call = "zero_grad"
+        self.finished = False
         for bucket in self.trained_buckets:
             bucket.zero_grad()
 
     def _arrived(self, bucket, i, p):
         """A hook: move p's gradient into its bucket. Left in p.grad, it would look like the sum."""
         gradient, p.grad = p.grad, None
-        if self.last_call != "unfinished backward":  # the first gradient of a backward pass
-            self.last_call = "unfinished backward"
-            self.queue = self.buckets_of_pass()
+        if not self.in_backward:  # the first gradient of a backward pass
+            self.in_backward, self.queue = True, self.buckets_of_pass()
             # Called when backward is over, but not if an exception ends it
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
         check_zero_gradient(self, bucket)
@@ -188,14 +180,14 @@ class ZeRO:
 
     def _backward_ends(self):
         self._reduce_ready(anyway=list(self.queue))  # a parameter may have got no gradient
-        self.last_call, self.queue = "backward", []
+        self.in_backward, self.queue = False, []
         if self.stage >= 2:
             self._wait()
 
     def finish(self):
         """Wait until all gradients are summed. grad_norm(), clip() and step() call it."""
         check_zero_call(self, "finish")
-        if self.last_call == "finish":
+        if self.finished:
             return
         self._wait()
         # A rank that ran fewer backward passes must still join the others' reductions
@@ -203,7 +195,7 @@ class ZeRO:
             self.queue = self.buckets_of_pass()
             self._reduce_ready(anyway=list(self.queue))
             self._wait()  # a bucket has one reduction at a time
-        self.last_call = "finish"
+        self.finished = True
 
     def step(self):
         """Step on this rank's shards, and send the new weights to all. Called again without
@@ -231,9 +223,6 @@ class ZeRO:
     # The buckets that the pass fills. Ranks must reduce them in one order: swapped ones would add
     # up the wrong buckets, silently. So a bucket that is full early waits for those before it.
 
-    def buckets_of_pass(self):
-        return [bucket for bucket in self.trained_buckets if bucket.passes_left > 0]
-
     def _reduce_ready(self, anyway=()):
         """Start to reduce the queue's next buckets, as long as they are full or in `anyway`."""
         while self.queue and (not self.queue[0].missing or self.queue[0] in anyway):
@@ -252,9 +241,6 @@ class ZeRO:
             wait()
             bucket.keep_shard()
             self.shard_is_summed(bucket)
-
-    def shard_is_summed(self, bucket):
-        """Over the group. With hybrid sharding (composition.py) a second sum starts."""
 
     # --- beside a step: the norm, clipping, whole copies
 
@@ -293,6 +279,23 @@ class ZeRO:
     @property
     def param_groups(self):
         return self.optimizer.param_groups  # for learning rates
+
+    # --- what fsdp.py and composition.py override
+
+    takes_shards = False  # whether another technique may have cut the model
+
+    def kind_of(self, p):  # equal for all parameters of a bucket
+        return p.requires_grad, p.dtype, p.device
+
+    def make_bucket(self, parameters, bucket_class=None, **options):
+        options = dict(group=self.group, passes=self.microbatches) | options
+        return (bucket_class or ShardedBucket)(parameters, stage=self.stage, **options)
+
+    def buckets_of_pass(self):  # those that a backward pass fills
+        return [bucket for bucket in self.trained_buckets if bucket.passes_left > 0]
+
+    def shard_is_summed(self, bucket):  # over the group
+        pass
 
 
 def await_weights(buckets):
@@ -336,7 +339,8 @@ class ShardedBucket:
 
     weights         (S,)    the model's parameters are views of it
     shard           (S/N,)  this rank's shard of the weights
-    master          (S/N,)  what the optimizer steps on: the shard, here
+    master          (S/N,)  what the optimizer steps on: the shard itself. In mixed precision, or
+                            in the host's memory (offload), a copy of it
     pieces                  the master's part of each parameter, maybe empty: for the optimizer
     gradients       (S,)    of this rank; stage 2 frees it after each reduction
     gradient_shard  (S/N,)  this rank's shard of their sum over all ranks
@@ -354,6 +358,9 @@ class ShardedBucket:
         passes,  # the backward passes of a step
         value=lambda p: p,  # gives p's initial value, on the device to use
         reduce_each=True,  # False: stage 2 reduces as stage 1. It sends less, holds all gradients
+        param_dtype=None,  # of weights and backward; None: the dtype that `value` gives, masters'
+        reduce_dtype=None,  # in which gradients are summed; None: param_dtype
+        offload=False,  # masters, and so the optimizer's states, are in the host's memory
     ):
         self.group, self.stage = group, stage
         self.ranks = dist.get_world_size(group) if stage > 0 else 1
@@ -371,7 +378,8 @@ class ShardedBucket:
         # A bucket at a time: no rank needs memory for all weights (fsdp.py, from the meta device)
         values = [value(p).detach().flatten() for p in parameters]
         padding = values[0].new_zeros(self.ranks * length - ends[-1])
-        self.make_weights(torch.cat([*values, padding]))
+        full = torch.cat([*values, padding])
+        self.make_weights(full, param_dtype or full.dtype, reduce_dtype, offload)
         self.make_views(parameters)
         self.gradients = self.gradient_shard = None
         if self.trainable and stage < 2:
@@ -380,12 +388,18 @@ class ShardedBucket:
         elif self.trainable:
             self.gradient_shard = torch.zeros_like(self.shard, dtype=self.reduce_dtype)
 
-    def make_weights(self, full):  # full: (S,)
-        self.weights, self.reduce_dtype = full, full.dtype
-        self.shard = full[self.own_slice]
+    def make_weights(self, full, param_dtype, reduce_dtype, offload):  # full: (S,)
+        self.weights = full.to(param_dtype)
+        self.reduce_dtype = reduce_dtype or param_dtype
+        self.shard = self.weights[self.own_slice]
         if not self.keeps_weights:
             self.shard = self.shard.clone()
         self.master = self.shard
+        if self.trainable and (offload or full.dtype != param_dtype):
+            device = "cpu" if offload else full.device
+            self.master = full[self.own_slice].to(device, copy=True)
+        if self.master.device != self.shard.device:  # not if there is no GPU
+            self.master = self.master.pin_memory()  # so that the host need not wait for copies
 
     def make_views(self, parameters):
         self.parameters, self.pieces = [], []
@@ -458,7 +472,9 @@ class ShardedBucket:
             piece.grad = self.part_of(i, gradient).view(piece.shape)
 
     def start_update(self):
-        """The shard has new values: start to bring them to all ranks."""
+        """The master has new values: start to bring them to all ranks."""
+        if self.master is not self.shard:
+            self.shard.copy_(self.master.to(self.shard.device, non_blocking=True))
         if self.keeps_weights and self.ranks > 1:
             self.start_gather()
 
@@ -466,38 +482,6 @@ class ShardedBucket:
         """All ranks' shards into `weights`. This rank's stays in its place."""
         options = {"group": self.group, "async_op": True}
         self.gathering = all_gather_into_tensor(self.weights, self.shard, **options)
-
-
-# --- mixed precision and offload: the optimizer steps on a copy of the shard
-
-
-class MasterBucket(ShardedBucket):
-    """A bucket whose master may have more digits than the weights, or be in the host's memory."""
-
-    def __init__(
-        self,
-        parameters,
-        param_dtype=None,  # of weights and backward; None: the dtype that `value` gives, masters'
-        reduce_dtype=None,  # in which gradients are summed; None: param_dtype
-        offload=False,  # masters, and so the optimizer's states, are in the host's memory
-        **options,
-    ):
-        self.dtypes, self.offload = (param_dtype, reduce_dtype), offload
-        super().__init__(parameters, **options)
-
-    def make_weights(self, full):
-        param_dtype, reduce_dtype = self.dtypes
-        super().make_weights(full.to(param_dtype or full.dtype))
-        self.reduce_dtype = reduce_dtype or self.weights.dtype
-        if self.trainable and (self.offload or full.dtype != self.weights.dtype):
-            device = "cpu" if self.offload else full.device
-            self.master = full[self.own_slice].to(device, copy=True)
-        if self.master.device != self.shard.device:  # not if there is no GPU
-            self.master = self.master.pin_memory()  # so that the host need not wait for copies
-
-    def start_update(self):
-        self.shard.copy_(self.master.to(self.shard.device, non_blocking=True))
-        super().start_update()
 
 
 # --- new weights that arrive during the next forward
@@ -535,13 +519,14 @@ def check_zero_arguments(zero):
 
 
 def check_zero_call(zero, call):
-    if zero.last_call == "unfinished backward":
+    if zero.in_backward:
         advice = "end the run on all ranks, and resume from a checkpoint"
         raise RuntimeError(f"an exception ended a backward pass, and others may wait: {advice}")
-    if call == "step" and zero.last_call == "zero_grad":
+    no_backward = all(bucket.passes_left == bucket.passes for bucket in zero.trained_buckets)
+    if call == "step" and no_backward and not zero.finished:
         advice = "a rank that ran no backward pass calls finish() before"
         raise RuntimeError(f"step() after zero_grad(): all gradients are zero; {advice}")
-    if call == "zero_grad" and zero.last_call == "backward":
+    if call == "zero_grad" and not no_backward and not zero.finished:
         raise RuntimeError("there was no finish(): call it before zero_grad(), on all ranks")
 
 
@@ -556,6 +541,7 @@ def check_zero_parameters(zero):
 
 
 def check_load_state_dict(zero):
+    await_weights(zero.buckets)  # a gather on its way would overwrite what is loaded
     if any(b.master is not b.shard or not b.keeps_weights for b in zero.buckets):
         advice = "load before ZeRO(...), or fill the masters and call update_weights()"
         raise RuntimeError(f"load_state_dict() would not change the masters of ZeRO: {advice}")
@@ -565,11 +551,9 @@ def check_zero_gradient(zero, bucket):
     if bucket not in zero.queue:
         raise RuntimeError(
             "a gradient came after its bucket was reduced: there were more backward passes than"
-            f" microbatches={zero.microbatches}, or no zero_grad(); with several stages or a split"
-            " backward take ComposedZeRO(..., pipeline_stages={stage: module}), of composition.py,"
-            " and Pipeline(..., around=zero.around); for a weight with two gradients per"
-            " micro-batch weight.used_twice = True (zero_bubble.py); a unit of fsdp.py runs once"
-            " per forward"
+            f" microbatches={zero.microbatches}, or no zero_grad(). In a pipeline take composition"
+            ".ComposedZeRO(..., pipeline_stages={stage: module}) and Pipeline(..., around=zero"
+            ".around)"
         )
 
 

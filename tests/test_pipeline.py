@@ -1,5 +1,4 @@
-"""pipeline.py and zero_bubble.py: the schedules as data, and the executor against one process and
-PyTorch's pipelining."""
+"""Schedules as data; pipelines against one process and PyTorch's pipelining."""
 
 import collections
 import contextlib

@@ -1,5 +1,4 @@
-"""zero.py and fsdp.py against PyTorch's FSDP2; mixed precision; copies
-of shards; memory; the demo. test_copied.py and test_layouts.py hold them against one process."""
+"""zero.py and fsdp.py against PyTorch's FSDP2; mixed precision; memory; the demos."""
 
 import argparse
 import functools
@@ -84,7 +83,10 @@ def test_equals_pytorch(ranks):
         given["named"] = lambda: sharded.gather_full(model.named())
         weights = train_rank(model, "adamw", rows_of_rank(), **given)
         assert pending == [0] + 3 * [len(sharded.buckets) if late else 0]
-        # state_dict() waits for the last step's
+        # state_dict() and load_state_dict() wait for the last step's
+        if stage == 1 and late:
+            model.load_state_dict(weights, strict=False)
+            assert all(bucket.gathering is None for bucket in sharded.buckets)
         shown = model.state_dict() if late else weights
         assert all(torch.equal(shown[name], p) for name, p in weights.items())
         return weights
@@ -96,7 +98,8 @@ def test_equals_pytorch(ranks):
                 torch.testing.assert_close(ours(stage), expected, rtol=1e-12, atol=1e-12)
         # Else a module computes with old weights, or no gather hides behind forward
         with mock.patch.object(zero, "all_gather_into_tensor", LateGather):
-            torch.testing.assert_close(ours(2, late=True), expected, rtol=1e-12, atol=1e-12)
+            for weights in ours(1, late=True), ours(2, late=True):
+                torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-12)
         # The other weights of its bucket are read without a wait
         two = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         one_waits = zero.ZeRO(two, dist.group.WORLD, 1, torch.optim.SGD)
