@@ -284,7 +284,7 @@ def main():
 
     def check(world):  # before the ranks start
         args.ep = args.ep or min(2, world)
-        expert_parallel.expert_counts(config.experts, args.ep)
+        expert_parallel.experts_of_ranks(config.experts, args.ep)
         receipts.dualpipe.check(find_schedule, args, config, world)
 
     proof.launch(demo, args, check=check)

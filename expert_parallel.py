@@ -43,14 +43,13 @@ from torch.autograd.function import once_differentiable
 
 def plain_dispatch(x, router_weights, chosen, experts, expert_count, group):
     """Send each token of x (n, C) to its k experts. Returns the weighted sums of their results,
-    (n, C). router_weights, chosen: (n, k). Each of N ranks has expert_count / N experts:
-    experts(rows, rows_per_expert) computes those of this rank. rows (m, C) come sorted by expert,
-    and the results (m, C) keep that order.
-
-    Not checked: x must require a gradient on every rank. Where it does not, autograd skips the
-    all-to-alls of backward, and the other ranks wait for ever. ExpertDispatch, below, needs no such
-    promise, takes any number of experts, and overlaps the messages."""
+    (n, C). router_weights, chosen: (n, k). Each of N ranks has expert_count / N experts, a whole
+    number: experts(rows, rows_per_expert) computes those of this rank. rows (m, C) come sorted by
+    expert, and the results (m, C) keep that order. ExpertDispatch, below, takes any number of
+    experts, and overlaps the messages."""
     world = dist.get_world_size(group)
+    if torch.is_grad_enabled() and not x.requires_grad:
+        x = x.detach().requires_grad_()  # else this rank would not join the all-to-alls of backward
     # Sort by expert, and so by rank. Each token makes k rows
     order = chosen.flatten().argsort(stable=True)  # (n k,)
     token_of_row = order // chosen.shape[1]
@@ -67,9 +66,8 @@ def plain_dispatch(x, router_weights, chosen, experts, expert_count, group):
     # Send back
     results = AllToAll.apply(results, receive_counts, send_counts, group)  # (n k, C), as sent
     # Weigh and add up
-    results = results * router_weights.flatten()[order].unsqueeze(1)
-    results = results.to(x.dtype)  # the router's weights may have a wider one
-    return torch.zeros_like(x).index_add(0, token_of_row, results)
+    results = results * router_weights.flatten()[order].unsqueeze(1)  # maybe of a wider dtype
+    return torch.zeros_like(x).index_add(0, token_of_row, results.to(x.dtype))
 
 
 class AllToAll(torch.autograd.Function):
@@ -93,9 +91,9 @@ def run_experts(experts, rows, incoming):
     results in the order of arrival. incoming (N, local_experts): how many rows each rank sent to
     each expert, such as [[2, 1], [1, 2]] for rows of the experts 0 0 1 0 1 1."""
     world, local_experts = incoming.shape
-    experts_here = torch.arange(local_experts, device=rows.device).repeat(world)
+    local_number = torch.arange(local_experts, device=rows.device).repeat(world)
     # output_size is known: without it the host would wait for the device
-    expert_of_row = experts_here.repeat_interleave(incoming.flatten(), output_size=len(rows))
+    expert_of_row = local_number.repeat_interleave(incoming.flatten(), output_size=len(rows))
     by_expert = expert_of_row.argsort(stable=True)
     rows = rows.index_select(0, by_expert)
     results = experts(rows, incoming.sum(0))
@@ -109,7 +107,7 @@ def run_experts(experts, rows, incoming):
 # --- whose parameters: experts are split, the rest is replicated
 
 
-def expert_counts(expert_count, world):
+def experts_of_ranks(expert_count, world):
     """How many experts each rank has. If they don't divide, the first ranks have one more."""
     if expert_count < world:
         raise ValueError(f"{expert_count} experts are too few for {world} ranks: each needs one")
@@ -120,13 +118,15 @@ def expert_counts(expert_count, world):
 def shard_experts(parameter, group, data_group=None):
     """Cut a parameter (E, ...) to this rank's experts. Returns a new parameter: put it in the old
     one's place, and then make the optimizer. Its `placement` says which part it is, for sums, norms
-    and checkpoints. Of experts that are modules write it yourself: docs/use/two-techniques.md.
+    and checkpoints: {"cuts": {0: (group, 2, 2)}} says that in dimension 0 this rank of the group
+    has two, from number 2 on. Of experts that are modules write it yourself:
+    docs/use/two-techniques.md.
 
     data_group: the ranks that hold the same experts, if data parallelism has more ranks than
     `group`. Their gradients must be summed over it."""
     group = group or dist.group.WORLD
     rank = dist.get_rank(group)
-    sizes = expert_counts(len(parameter), dist.get_world_size(group))
+    sizes = experts_of_ranks(len(parameter), dist.get_world_size(group))
     part = parameter.detach().split(sizes)[rank].clone()
     part = nn.Parameter(part, requires_grad=parameter.requires_grad)
     part.__dict__.update(parameter.__dict__)  # keep attributes of other techniques
@@ -147,6 +147,8 @@ def sum_replicated_gradients(parameters, group):
     Call it once a step, after the last backward pass; then with the data_group, if there is one."""
     group = group or dist.group.WORLD
     replicated = [p for p in parameters if p.requires_grad and group not in groups_splitting(p)]
+    if not replicated:
+        return
     for p in replicated:
         check_same_experts(p, group)
         if p.grad is None:  # zeros: if it were skipped on one rank only, replicas would drift apart
@@ -196,7 +198,7 @@ class Transfer:
     backward, too, the n-th message of a rank meets the n-th of the others."""
 
     def __init__(self, send_counts, receive_counts, group, before_wait):
-        self.send_counts, self.receive_counts = send_counts, receive_counts
+        self.counts = send_counts, receive_counts
         self.group, self.before_wait = group, before_wait
 
     def start(self, rows, send_counts, receive_counts):
@@ -220,7 +222,7 @@ class Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, transfer):
         ctx.transfer = transfer
-        transfer.start(rows, transfer.send_counts, transfer.receive_counts)
+        transfer.start(rows, *transfer.counts)
         return rows.new_empty(0)
 
     @staticmethod
@@ -240,8 +242,7 @@ class Wait(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
-        transfer = ctx.transfer
-        transfer.start(gradient, transfer.receive_counts, transfer.send_counts)  # the other way
+        ctx.transfer.start(gradient, *reversed(ctx.transfer.counts))  # the other way
         return gradient.new_empty(0), None
 
 
@@ -271,15 +272,14 @@ class ExpertDispatch(nn.Module):
     def __init__(self, expert_count, group, capacity=None, chunks=1, before_wait=lambda: None):
         super().__init__()
         self.expert_count, self.group = expert_count, group
-        self.experts_per_rank = expert_counts(expert_count, dist.get_world_size(group))
+        self.experts_per_rank = experts_of_ranks(expert_count, dist.get_world_size(group))
         self.capacity, self.chunks, self.before_wait = capacity, chunks, before_wait
 
     def forward(self, x, router_weights, chosen, experts, meanwhile=lambda: None):
         check_chosen(chosen, self.expert_count)
         if self.capacity is not None:
             chosen = drop_late(chosen, self.expert_count, self.capacity)
-        # If all lower layers are frozen, x needs no gradient. Turn it on: other ranks' backward
-        # passes wait for this rank's all-to-alls
+        # Of frozen lower layers. Other ranks' backward passes wait for this rank's all-to-alls
         if torch.is_grad_enabled() and not x.requires_grad:
             x = x.detach().requires_grad_()
         choices = chosen.tensor_split(self.chunks)
@@ -303,7 +303,7 @@ class ExpertDispatch(nn.Module):
         token_of_row = order // chosen.shape[1]
         dispatch = Transfer(send_counts, receive_counts, self.group, self.before_wait)
         combine = Transfer(receive_counts, send_counts, self.group, self.before_wait)
-        edge = Start.apply(x.index_select(0, token_of_row), dispatch)
+        edge = Start.apply(x.index_select(0, token_of_row), dispatch)  # its empty tensor
         yield
         results = run_experts(experts, Wait.apply(edge, dispatch), incoming)
         edge = Start.apply(results, combine)
@@ -317,15 +317,17 @@ class ExpertDispatch(nn.Module):
 
         send_counts, receive_counts: how many rows go to each rank, and come from it, as lists
         incoming (N, local_experts): how many come from each rank for each expert here"""
-        world, here = len(self.experts_per_rank), self.experts_per_rank[dist.get_rank(self.group)]
+        world = len(self.experts_per_rank)
+        local_experts = self.experts_per_rank[dist.get_rank(self.group)]
         outgoing = [count_rows(chosen, self.expert_count) for chosen in choices]
         outgoing = torch.stack(outgoing, dim=1)  # (E, chunks)
-        incoming = outgoing.new_empty(world * here, len(choices))
-        dist.all_to_all_single(
-            incoming, outgoing, [here] * world, self.experts_per_rank, group=self.group
-        )
-        incoming = incoming.view(world, here, -1)
-        to_ranks = torch.stack([part.sum(0) for part in outgoing.split(self.experts_per_rank)])
+        incoming = outgoing.new_empty(world * local_experts, len(choices))
+        # A rank gets the rows of `outgoing` that are of its experts
+        sizes = [local_experts] * world, self.experts_per_rank
+        dist.all_to_all_single(incoming, outgoing, *sizes, group=self.group)
+        incoming = incoming.view(world, local_experts, -1)  # (N, local_experts, chunks)
+        to_ranks = [part.sum(0) for part in outgoing.split(self.experts_per_rank)]
+        to_ranks = torch.stack(to_ranks)  # (N, chunks)
         counts = torch.stack((to_ranks.T, incoming.sum(1).T))  # (2, chunks, N)
         send_counts, receive_counts = counts.tolist()  # the host waits for the device, once
         return send_counts, receive_counts, incoming.unbind(2)
@@ -375,9 +377,9 @@ def check_same_experts(parameter, group):
 
 
 def mark_summed(parameter, group):
-    """Called before a sum over the group. Then refuses a second one, and a backward pass, which
-    would add an unsummed gradient, until the gradient changes: torch raises a tensor's _version
-    with every change in place. Clipping is one, too: after it nothing is refused."""
+    """Refuse a second sum over the group, and a backward pass after a sum: it would add an unsummed
+    gradient. Called before each sum. torch raises a tensor's _version with every change in place,
+    so an equal one says that nothing has happened since. (Clipping is a change, too.)"""
     refuse_summed(parameter, [group.group_name])
     gradient = parameter.grad
     gradient.summed_at = {**getattr(gradient, "summed_at", {}), group.group_name: gradient._version}
@@ -434,7 +436,7 @@ def main():
 
     def check(world):  # before the ranks start
         harness.check_batch(args, world)
-        expert_counts(config.experts, world)
+        experts_of_ranks(config.experts, world)
 
     proof.launch(demo, args, check=check)
 

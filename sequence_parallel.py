@@ -195,9 +195,9 @@ def reduce_partial(parameters):
 
 
 def mark_summed(parameter, group):
-    """Called before a sum over the group. Then refuses a second one, and a backward pass, which
-    would add an unsummed gradient, until the gradient changes: torch raises a tensor's _version
-    with every change in place. Clipping is one, too: after it nothing is refused."""
+    """Refuse a second sum over the group, and a backward pass after a sum: it would add an unsummed
+    gradient. Called before each sum. torch raises a tensor's _version with every change in place,
+    so an equal one says that nothing has happened since. (Clipping is a change, too.)"""
     refuse_summed(parameter, [group.group_name])
     gradient = parameter.grad
     gradient.summed_at = {**getattr(gradient, "summed_at", {}), group.group_name: gradient._version}

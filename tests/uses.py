@@ -138,7 +138,7 @@ class Layout(OneProcess):
         # The same ranks as data, perhaps, but messages in an order of their own
         self.ep, self.copies = own(ranks, "experts"), own(ranks.transpose(-1, -2), "copies")
         rank, n = dist.get_rank(self.ep), dist.get_world_size(self.ep)
-        sizes = ep.expert_counts(EXPERTS, n)
+        sizes = ep.experts_of_ranks(EXPERTS, n)
         start = sum(sizes[:rank])
         for mixture in self.model.modules():
             if not isinstance(mixture, Mixture):
