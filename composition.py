@@ -140,9 +140,10 @@ class InGrid:
         return super().make_bucket(parameters, **options)
 
     def finish(self):
-        if self.finished:  # called again: don't add partial sums twice
-            return
+        called_again = self.finished
         super().finish()
+        if called_again:  # don't add partial sums twice
+            return
         for bucket in self.trained_buckets:
             for group in placed(bucket.parameters[0], "partial", ()):  # mostly none: not overlapped
                 dist.all_reduce(bucket.gradient_shard, group=group)

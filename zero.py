@@ -129,8 +129,9 @@ class ZeRO:
         self.model, self.group, self.stage, self.microbatches = model, group, stage, microbatches
         self.queue = []  # buckets that the running backward pass has yet to reduce, in this order
         self.reductions = []  # (bucket, wait): reductions on their way
-        self.in_backward = False  # whether a backward pass is running
-        self.finished = False  # whether the gradients of this step are summed
+        self.in_backward = False  # a backward pass is running
+        self.unsummed = False  # one has ended, and finish() was not called since
+        self.finished = True  # nothing to sum: neither zero_grad() nor a backward since finish()
         # 1  The parameters are dealt out to buckets, and become views of them
         self.buckets = []
         replacement = {}
@@ -181,6 +182,7 @@ class ZeRO:
     def _backward_ends(self):
         self._reduce_ready(anyway=list(self.queue))  # a parameter may have got no gradient
         self.in_backward, self.queue = False, []
+        self.unsummed, self.finished = True, False
         if self.stage >= 2:
             self._wait()
 
@@ -195,7 +197,7 @@ class ZeRO:
             self.queue = self.buckets_of_pass()
             self._reduce_ready(anyway=list(self.queue))
             self._wait()  # a bucket has one reduction at a time
-        self.finished = True
+        self.unsummed, self.finished = False, True
 
     def step(self):
         """Step on this rank's shards, and send the new weights to all. Called again without
@@ -522,11 +524,10 @@ def check_zero_call(zero, call):
     if zero.in_backward:
         advice = "end the run on all ranks, and resume from a checkpoint"
         raise RuntimeError(f"an exception ended a backward pass, and others may wait: {advice}")
-    no_backward = all(bucket.passes_left == bucket.passes for bucket in zero.trained_buckets)
-    if call == "step" and no_backward and not zero.finished:
+    if call == "step" and not zero.unsummed and not zero.finished:
         advice = "a rank that ran no backward pass calls finish() before"
         raise RuntimeError(f"step() after zero_grad(): all gradients are zero; {advice}")
-    if call == "zero_grad" and not no_backward and not zero.finished:
+    if call == "zero_grad" and zero.unsummed:
         raise RuntimeError("there was no finish(): call it before zero_grad(), on all ranks")
 
 
