@@ -14,7 +14,8 @@ Sent      A rank sends 2 (N-1) chunks, that is 2 S (N-1)/N bytes for a tensor of
           2 S, whatever N is. In no algorithm does the busiest rank send less, unless the network's
           switches add. But each of the 2 (N-1) rounds waits for the one before: for small tensors
           recursive doubling is faster, log2 N rounds of S bytes. Halving-doubling sends the ring's
-          bytes in 2 log2 N rounds, if N is a power of two. Two trees come near that for any N.
+          bytes in 2 log2 N rounds, if N is a power of two. Two trees send 2 S for any N, in pieces
+          that follow each other: only the first piece waits log2 N rounds.
 Backward  Autograd sees none of these messages: their backward is written by hand. Where forward
           copies, backward adds up: broadcast and reduce are each other's backward, all-gather and
           reduce-scatter too. All-to-all goes back the way it came. The backward of all-reduce is
@@ -212,14 +213,14 @@ def with_extra_ranks(algorithm, comm, x, combine):
     Before it, rank p+i sends its tensor to rank i, which adds it. After it, rank i sends the sum
     back."""
     p = 1 << (comm.size.bit_length() - 1)
-    if comm.rank >= p:
-        comm.exchange({comm.rank - p: x}, {}, combine)
-        comm.exchange({}, {comm.rank - p: x})
-        return
-    extra = {comm.rank + p: x} if comm.rank + p < comm.size else {}
-    comm.exchange({}, extra, combine)
-    algorithm(comm.among(range(p)), x, combine)
-    comm.exchange(extra, {})
+    is_extra = comm.rank >= p
+    partner = comm.rank - p if is_extra else comm.rank + p
+    link = {partner: x} if partner < comm.size else {}
+    up, down = (link, {}) if is_extra else ({}, link)
+    comm.exchange(up, down, combine)
+    if not is_extra:
+        algorithm(comm.among(range(p)), x, combine)
+    comm.exchange(down, up)
 
 
 # --- rings inside nodes, and across them
@@ -241,7 +242,7 @@ def hierarchical_all_reduce(comm, x, combine, node_size=None):
     ring_all_gather(inside, chunks)
 
 
-# --- two trees: a ring's bytes in a tree's rounds
+# --- two trees: pieces follow each other, so that only the first waits log2 N rounds
 #
 # Each half of x has a tree of its own. Here with 6 ranks; the second is the first with the ranks in
 # reverse. A rank with children in one tree is a leaf of the other:
@@ -290,16 +291,16 @@ def tree_links(n, mirrored=False):
     links = []
     for place in range(1, n):
         path = path_to_root(place, n)
-        child, parent = place, path[1]
+        child, parent = path[:2]
         if mirrored:  # the ranks in reverse; if n is odd, rank 0 is the root of both
-            child, parent = (n % 2 - 1 - child) % n, (n % 2 - 1 - parent) % n
+            child, parent = ((n % 2 - 1 - p) % n for p in (child, parent))
         links.append((child, parent, len(path) - 1))
     return links
 
 
 def path_to_root(place, n):
     """From `place` to the root, place 0. In binary the lowest 1 moves up by one: 001 -> 010 -> 100
-    -> 000. Where there is no such place, it falls away: of 6 places, 101 -> 100 and not 110."""
+    -> 000, and 011 -> 010. Where there is no such place, it falls away: of 6, 101 -> 100."""
     path = [place]
     while place:
         lowest = place & -place
@@ -320,7 +321,8 @@ def path_to_root(place, n):
 # hierarchical          2 (k-1) + 2 (N/k-1)       2 (N-1)/N S              2 (N-1) S
 # double-tree           2 (log2 N + pieces - 1)   2 S                      2 (N-1) S
 #
-# S: the tensor's bytes. k: ranks per node. The doublings where N is a power of two, else S more.
+# S: the tensor's bytes. k: ranks per node. The doublings where N is a power of two. Else the
+# busiest rank sends S more than with the power of two below N, in up to two more rounds.
 
 ALGORITHMS = {
     "server": server_all_reduce,
@@ -332,7 +334,7 @@ ALGORITHMS = {
     "hierarchical": hierarchical_all_reduce,
 }
 
-# --- the collectives, named and called as in torch.distributed 2.13 (older:
+# --- the collectives, named as in torch.distributed 2.13 (older:
 # all_gather_into_tensor, reduce_scatter_tensor)
 #
 # All ranks of the group must call the same collectives in the same order, with the same shapes and

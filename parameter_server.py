@@ -31,6 +31,9 @@ import torch
 import torch.distributed as dist
 
 # --- the plainest form: synchronous. Rank 0 is the server, and a worker too
+#
+# Here pull is a broadcast, and push a reduce. As plain messages they serve the asynchronous workers
+# below, too: the server answers each alone.
 
 
 @torch.no_grad()
@@ -62,7 +65,7 @@ def push(parameters, group):
             optimizer.zero_grad()
         pull(parameters, group)                          # the last weights, on all ranks
 
-    Not checked: the order of these lines."""
+    A parameter that no rank used gets zeros, not None, so weight decay moves it."""
     parameters = [p for p in parameters if p.requires_grad]
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     message = flatten(gradients)
@@ -78,7 +81,7 @@ def push(parameters, group):
             p.grad = None
 
 
-def flatten(tensors):  # in one message. cat takes the widest of their dtypes
+def flatten(tensors):  # cat takes the widest of their dtypes
     return torch.cat([t.detach().flatten() for t in tensors])
 
 
@@ -98,11 +101,12 @@ def set_gradients(parameters, message):
 def serve(parameters, group, steps, bound):
     """Rank 0 of asynchronous training. All other ranks are workers.
 
-        if dist.get_rank(group) == 0:
-            for worker, staleness in serve(parameters, group, steps, bound=2):
+        rank, workers = dist.get_rank(group), dist.get_world_size(group) - 1
+        if rank == 0:
+            for worker, staleness in serve(parameters, group, len(batches), bound=2):
                 optimizer.step()                         # one worker's gradient is in p.grad
-        else:
-            for micro_batches, target_count in batches:  # this worker's own
+        else:                                            # batches are dealt out in turns
+            for micro_batches, target_count in batches[rank - 1 :: workers]:
                 pull(parameters, group)
                 for x, y in micro_batches:
                     loss = cross_entropy(model(x), y, reduction="sum") / target_count
@@ -110,8 +114,7 @@ def serve(parameters, group, steps, bound):
                 push(parameters, group)
         pull(parameters, group)                          # the last weights, on all ranks
 
-    steps: how many gradients in all. They are dealt out in turns: of 8 steps, workers 1 and 2 of 3
-    have 3 batches each, worker 3 has 2. bound: the largest staleness."""
+    steps: how many gradients in all. bound: the largest staleness."""
     parameters = [p for p in parameters if p.requires_grad]
     workers = range(1, dist.get_world_size(group))
     batches_left = Counter(workers[step % len(workers)] for step in range(steps))
@@ -140,6 +143,7 @@ def worst_staleness(step, pulled_at):
     """If one more worker gets weights at this step, and all others push before the one that has the
     oldest weights: how stale its gradient will be."""
     oldest = min(pulled_at.values(), default=step)
+    # The worker that gets weights now, and all that have some but the oldest
     return step - oldest + len(pulled_at)
 
 
@@ -175,7 +179,8 @@ def synchronous(run, model, parameters, optimizer):
         loss = backward(run, model, run.microbatches(step, run.rank, run.world))
         push(parameters, group)
         dist.all_reduce(loss, group=group)
-        norm = harness.grad_norm(parameters, [group])  # workers have no gradients now
+        # Workers have no gradients now: the rest concerns the server alone
+        norm = harness.grad_norm(parameters, [group])
         run.check(loss, norm, lambda: [(n, p) for n, p in model.named() if p.grad is not None])
         harness.clip(parameters, norm, run.args.grad_clip)
         optimizer.step()
@@ -187,7 +192,7 @@ def asynchronous(run, model, parameters, optimizer):
     group = dist.group.WORLD
     alone = dist.new_group([0])  # the server checks by itself
     gradients = serve(parameters, group, run.args.steps, run.args.staleness)
-    reference = receipt.Replay(run)  # one process takes the same gradients; its ledger counts
+    reference = receipt.Replay(run)  # redoes `history` on one process; its ledger counts
     for step in run.steps(optimizer, reference=reference):
         if run.rank == 0:
             loss = run.zero()
@@ -204,8 +209,7 @@ def asynchronous(run, model, parameters, optimizer):
         elif step % (run.world - 1) == run.rank - 1:  # a batch of this worker's
             with reference.ledger:
                 pull(parameters, group)
-            loss = backward(run, model, run.microbatches(step))
-            with reference.ledger:
+                loss = backward(run, model, run.microbatches(step))
                 push(parameters, group)
                 dist.send(loss, group=group, group_dst=0)
     return run.receipt(*receipt.asynchronous(run, reference))
