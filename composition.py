@@ -11,7 +11,8 @@ Sum       A gradient is summed over the ranks that have the same shard and saw o
 
     p.placement = {
         "shape":   shape of the whole parameter
-        "cuts":    {dimension: (group, start, length)}    the group's ranks have different shards
+        "cuts":    {dimension: (group, start, length)}    this rank has that part, others others.
+                   Dimension None: they have other parameters, such as experts
         "partial": [group]       after backward p.grad is a partial sum: add over this group, too
         "data":    group         sum over these ranks instead of the column: an expert's replicas
     }
@@ -19,9 +20,10 @@ Sum       A gradient is summed over the ranks that have the same shard and saw o
           A parameter without it is whole on every rank of a row.
 Norm      Every element counts once. A rank squares its part of each gradient and divides by the
           number of ranks that have the same part. The whole grid adds up.
-Sent      What each technique sends alone, over its own groups. For the norm 8 bytes per group.
+Sent      As by each alone, but data parallelism sends only a rank's shards. For the norm 8 bytes
+          per group. What sends most goes into the rows, on neighbours in a node: here tp.
 Use       docs/use/two-techniques.md has the loop for each pair, on a model of plain modules.
-Copy      The tops of zero.py and fsdp.py, too. Delete the classes that you don't use.
+Copy      The plain form stands alone. The classes need the tops of zero.py and fsdp.py, too.
 
     torchrun --nproc_per_node=4 composition.py --tp 2           python train.py --tp 2 --zero 3
 
@@ -43,6 +45,9 @@ from zero import ZeRO
 def sum_in_grid(parameters, data_group):
     """After the last backward pass of a step: makes each p.grad that of the whole batch.
 
+        grid = torch.arange(dist.get_world_size()).view(-1, t)          # t ranks in a row
+        tp, _ = dist.new_subgroups_by_enumeration(grid.tolist())        # this rank's row
+        dp, _ = dist.new_subgroups_by_enumeration(grid.T.tolist())      # its column
         parallelize(model, tp)                       # cuts parameters, writes p.placement
         for micro_batches, target_count in batches:  # of this row of ranks; targets of the batch
             optimizer.zero_grad()
@@ -78,7 +83,8 @@ def norm_in_grid(parameters, groups, pipeline_group=None):
     """The norm of the whole model's gradient: a float64 scalar, the same on all ranks.
 
     groups          those of the grid, as [dp, tp]: their ranks together hold every parameter
-    pipeline_group  the ranks with the other stages of a pipeline"""
+    pipeline_group  the ranks with the other stages of a pipeline: of these only a tied matrix is on
+                    two"""
     parts = [(p, p.grad, 1) for p in parameters if p.grad is not None]
     return norm_of_parts(parts, groups, pipeline_group)
 
@@ -87,7 +93,7 @@ def norm_of_parts(parts, groups, pipeline_group=None):
     """parts: [(parameter, what this rank has of its gradient, the number of shards into which its
     data-parallel ranks have split it)]."""
     check_grid([p for p, _, _ in parts], groups)
-    gradients = {}  # {number of ranks that have the same part: gradients}
+    square = torch.zeros((), dtype=torch.float64, device=parts[0][1].device if parts else None)
     for p, gradient, shards in parts:
         # All ranks' squares are added. 2 x 2 ranks, tp cuts a matrix and leaves its bias whole:
         # each half of the matrix is on 4 / 2 = 2 ranks, the bias on 4 / 1 = 4
@@ -95,11 +101,7 @@ def norm_of_parts(parts, groups, pipeline_group=None):
         for group in placed(p, "partial", ()):
             if is_within(group, pipeline_group):  # a tied matrix: two stages have its sum
                 copies *= dist.get_world_size(group)
-        gradients.setdefault(copies, []).append(gradient)
-    square = torch.zeros((), dtype=torch.float64, device=parts[0][1].device if parts else None)
-    for copies, equal in gradients.items():
-        norms = torch.stack(torch._foreach_norm(equal, dtype=torch.float64))
-        square += norms.square().sum() / copies
+        square += torch.linalg.vector_norm(gradient, dtype=torch.float64).square() / copies
     for group in groups if pipeline_group is None else [*groups, pipeline_group]:
         if dist.get_world_size(group) > 1:
             dist.all_reduce(square, group=group)
@@ -126,7 +128,7 @@ def is_within(inner, outer):
 
 class InGrid:
     """ZeRO for a model that another technique has cut. A bucket's parameters are all summed over
-    the same groups. Each element counts once in the norm: zero.grad_norm([dp, tp])."""
+    the same groups. Each element counts once in the norm: zero.grad_norm([tp])."""
 
     takes_shards = True  # ZeRO alone refuses parameters with a placement
 
@@ -148,14 +150,14 @@ class InGrid:
             for group in placed(bucket.parameters[0], "partial", ()):  # mostly none: not overlapped
                 dist.all_reduce(bucket.gradient_shard, group=group)
 
-    def grad_norm(self, groups=None, pipeline_group=None):
-        """The arguments of norm_in_grid. groups: by default the data-parallel ranks alone."""
+    def grad_norm(self, groups=(), pipeline_group=None):
+        """groups: those of the grid beside ZeRO's own, as [tp]. Else as norm_in_grid."""
         self.finish()
         parts = []
         for bucket in self.trained_buckets:
             for i, p in enumerate(bucket.parameters):
                 parts.append((p, bucket.part_of(i, bucket.gradient_shard), bucket.ranks))
-        return norm_of_parts(parts, groups or [self.group], pipeline_group)
+        return norm_of_parts(parts, [self.group, *groups], pipeline_group)
 
 
 class HybridSharding:
@@ -163,9 +165,12 @@ class HybridSharding:
     weights are gathered inside nodes only. Gradients are summed twice: reduce-scattered inside a
     node, then each shard all-reduced with its replicas on the other nodes.
 
-    hsdp    {group: (node, across)}, for the data-parallel group, and for that of experts.
-            node: the ranks that split a replica. across: the ranks of all nodes with the same
-            shard, or None if there is one node"""
+        node 0    rank 0: shard 0    rank 1: shard 1      node    0 1 | 2 3    (rows of a grid)
+        node 1    rank 2: shard 0    rank 3: shard 1      across  0 2 | 1 3    (columns)
+
+    hsdp    {group: (node, across)}, for the data-parallel group, and for that of experts. across:
+            None if there is one node. A group that is missing here is split as a whole. zero.py
+            --shard-ranks 2 shows it"""
 
     def __init__(self, model, group, *arguments, hsdp=None, **options):
         self.hsdp = hsdp or {}
@@ -192,8 +197,9 @@ class HybridSharding:
 
 
 class InPipeline:
-    """ZeRO for a rank with several stages of a pipeline. ZeRO counts backward passes, so it must
-    know which stage's each one is: give Pipeline(..., around=zero.around).
+    """ZeRO for a rank with several stages of a pipeline, or a backward in two parts. A backward
+    pass fills the buckets of one stage, so ZeRO must know whose it is: Pipeline(...,
+    around=zero.around) says so. With one stage and whole backwards you don't need this class.
 
     pipeline_stages  {stage: its module}"""
 
@@ -238,12 +244,16 @@ class InPipeline:
             super()._reduce_ready(anyway)
 
 
+# In this order: InGrid gives a bucket its data-parallel group, which HybridSharding splits into
+# nodes. Delete a base that you don't need, but don't swap two
+
+
 class ComposedZeRO(InPipeline, InGrid, HybridSharding, ZeRO):
     """ZeRO with all three. The loop and the other arguments are ZeRO's.
 
         zero = ComposedZeRO(model, dp, 1, torch.optim.AdamW, microbatches=2)
         # the rest as with ZeRO, but for the norm
-        norm = zero.grad_norm([dp, tp])
+        norm = zero.grad_norm([tp])
 
     Options: those of ZeRO, hsdp and pipeline_stages."""
 
@@ -403,7 +413,7 @@ def demo_zero(run):
             part.backward()
             loss += part.detach()
         dist.all_reduce(loss, group=dp)
-        norm = zero.grad_norm([dp, tp])
+        norm = zero.grad_norm([tp])
         run.check(loss, norm, lambda: zero.gather_full(model.named()))
         zero.clip(norm, args.grad_clip)
         zero.step()

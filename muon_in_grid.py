@@ -1,15 +1,16 @@
 """Muon in a grid of ranks: beside tensor parallelism, experts or a pipeline.
 
-                tp 0                tp 1
-    dp 0    half of matrix A    half of matrix A      both halves' owners are dp 0
-    dp 1    half of matrix B    half of matrix B      both halves' owners are dp 1
+    column tp 0   rank 0 owns A's left half   --+               --> iterates on A, keeps the left
+                                                +-- all-gather
+    column tp 1   rank 1 owns A's right half  --+               --> iterates on A, keeps the right
 
-Muon needs the whole matrix, but tensor parallelism has cut it. Each half has an owner in its
-column. The owners of a matrix all-gather its direction, each iterates on the whole, and keeps the
-update of its half.
+Muon needs the whole matrix, but tensor parallelism has cut it. In each column one rank owns that
+column's shard, as in muon.py. The owners of one matrix are in one row: here those of A in dp 0,
+those of another one in dp 1.
 
 Sent      Beside what muon.py sends: (t-1) shards of each cut matrix that a rank owns, t tp ranks.
-Computed  t owners iterate on the same matrix. A second exchange could save this work.
+Computed  t owners iterate on the same matrix. An all-to-all in place of the all-gather, and one
+          back, would give each 1/t of the matrices.
 Cuts      Only a cut through matrices needs the all-gather. A rank's heads of q, k and v are whole
           matrices, and so are its experts.
 Norm      As in composition.py.
@@ -28,12 +29,17 @@ import torch.distributed as dist
 from composition import check_data_group, groups_cutting, norm_of_parts, placed
 from muon import Muon, PlainMuon, deal_to_owners, flops
 
-# --- Muon for a shard of a matrix
+# --- the plainest form: tensor parallelism alone
 
 
 class ShardedMuon(PlainMuon):
     """PlainMuon for shards of matrices. All ranks that share a matrix gather the direction, iterate
-    on the whole, and keep their part."""
+    on the whole, and keep their part.
+
+        # after tensor_parallel.py has cut the model
+        optimizer = ShardedMuon(matrices, lr=1e-3)
+
+    The rest as with PlainMuon."""
 
     def update_of(self, direction, p, dtype):
         cuts = self.cuts_within(p)
@@ -51,8 +57,8 @@ class ShardedMuon(PlainMuon):
 
     def cuts_within(self, p):
         """[(dimension, cut)] of the cuts that go through p's matrices. A cut between matrices, such
-        as heads or a stack's experts, leaves each whole. Dimension None cuts none: the other ranks
-        have other matrices, such as experts that are modules."""
+        as heads or a stack's experts, leaves each whole."""
+        # q, k and v are a pile of heads in dimension 0, cut between heads
         first = 1 if hasattr(p, "matrix_rows") else p.dim() - 2
         cuts = placed(p, "cuts", {}).items()
         return [(dim, cut) for dim, cut in cuts if dim is not None and dim >= first]
@@ -68,12 +74,15 @@ class ShardedMuon(PlainMuon):
         super().step_on(p, settings)
 
 
+# --- in a grid: each shard has an owner in its column
+
+
 class ComposedMuon(Muon):
     """Muon in a grid. The loop and the other arguments are Muon's.
 
         muon = ComposedMuon(model, dp, matrices, lr=1e-3, microbatches=2)
         # the rest as with Muon, but for the norm
-        norm = muon.grad_norm([dp, tp])
+        norm = muon.grad_norm([tp])
 
     pipeline_stages: {stage: its module}, for a rank with several stages of a pipeline."""
 
@@ -95,10 +104,11 @@ class ComposedMuon(Muon):
         def work(p):  # of the whole matrix
             return flops(p, placed(p, "shape", p.shape))
 
-        owners = {}  # experts are dealt to their own replicas, apart from the rest
-        for group in {placed(p, "data", self.group): None for p in matrices}:
-            own = [p for p in matrices if placed(p, "data", self.group) is group]
-            owners |= deal_to_owners(own, dist.get_world_size(group), work)
+        owners, alike = {}, {}  # alike: {data group: matrices}. Experts have their own replicas
+        for p in matrices:
+            alike.setdefault(placed(p, "data", self.group), []).append(p)
+        for group, members in alike.items():
+            owners |= deal_to_owners(members, dist.get_world_size(group), work)
         return owners
 
     def make_bucket(self, parameters, owner):
@@ -113,17 +123,17 @@ class ComposedMuon(Muon):
         super().finish()
         for bucket in self.buckets:
             for group in placed(bucket.parameters[0], "partial", ()):  # mostly none: not overlapped
-                if len(bucket.own_gradient):
+                if len(bucket.own_gradient):  # so it is on all ranks of the group, or on none
                     dist.all_reduce(bucket.own_gradient, group=group)
 
-    def grad_norm(self, groups=None, pipeline_group=None):
-        """The arguments of composition.norm_in_grid. groups: by default the data-parallel ranks."""
+    def grad_norm(self, groups=(), pipeline_group=None):
+        """groups: those of the grid beside Muon's own, as [tp]. Else as norm_in_grid."""
         self.finish()
         parts = []
         for bucket in self.buckets:  # of parameters that are cut alike
             shards = dist.get_world_size(bucket.group)
             parts.append((bucket.parameters[0], bucket.own_gradient, shards))
-        return norm_of_parts(parts, groups or [self.group], pipeline_group)
+        return norm_of_parts(parts, [self.group, *groups], pipeline_group)
 
 
 # --- demo ---
@@ -166,7 +176,7 @@ def demo(run):
             part.backward()
             loss += part.detach()
         dist.all_reduce(loss, group=dp)
-        norm = muon.grad_norm([dp, tp])
+        norm = muon.grad_norm([tp])
         run.check(loss, norm, lambda: muon.gather_full(model.named()))
         muon.clip(norm, args.grad_clip)
         muon.step()

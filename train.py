@@ -76,7 +76,7 @@ def train_step(runner, batches, record):
     optimizer.finish()  # waits for the gradients' sums over replicas, which began in backward
     harness.sum_over([groups["dp"], groups["pp"]], loss)  # of all tokens, on every rank
     # Of the whole model's gradient: all ranks clip alike
-    norm = optimizer.grad_norm([groups["dp"], groups["tp"]], groups["pp"])
+    norm = optimizer.grad_norm([groups["tp"]], groups["pp"])
     record(batches, loss, norm)  # --record
 
     # A loss or norm that is not finite must not reach the weights. The device decides that itself,

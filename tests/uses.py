@@ -367,8 +367,7 @@ class Layout(OneProcess):
 
     def norm(self):
         if self.sharded:
-            groups = [self.data, self.tp]
-            return self.sharded.grad_norm(groups, self.pp if self.stages else None)
+            return self.sharded.grad_norm([self.tp], self.pp if self.stages else None)
         import composition
         import tensor_parallel
 
