@@ -9,9 +9,9 @@ Block. The router scores the experts, and sends each token to the k best. Nothin
 loss keeps all tokens from the same few experts. Three remedies, each a field of the config:
 
 balance_loss  factor of E sum_e f_e P_e: of a sequence's assignments the share f_e goes to expert e,
-              whose mean score is P_e. For an even load it is 1, and 1 is the least. f has no
-              gradient, so P falls where f is large (Fedus et al. 2021, arXiv:2101.03961; per
-              sequence: DeepSeek-V3, arXiv:2412.19437)
+              whose mean score is P_e. It is 1 if f is even, and up to E if all go to one expert.
+              f has no gradient, so P falls where f is large (Fedus et al. 2021,
+              arXiv:2101.03961; per sequence: DeepSeek-V3, arXiv:2412.19437)
 z_loss        factor of the mean of logsumexp(logits)^2, which keeps logits small (Zoph et al. 2022,
               arXiv:2202.08906)
 bias_rate     step of a bias, added to the scores for the choice only. After each step it goes up
@@ -19,6 +19,11 @@ bias_rate     step of a bias, added to the scores for the choice only. After eac
 
 The losses act through gradients: the loss that the model reports is the cross-entropy alone. Like
 that, both are sums over tokens, divided by target_count. So those of a batch's pieces add up.
+(Tokens whose target is ignored count in the sum only: with many of them both losses are larger.)
+
+    model = GPT(Config(experts=8, balance_loss=0.01, bias_rate=0.001))
+    ...                           # forward, backward and the optimizer's step as without experts
+    rebalance(model)              # once a step, for the bias
 
 Shazeer et al. 2017, Sparsely-gated mixture of experts, arXiv:1701.06538.
 """
@@ -137,9 +142,6 @@ def grouped_linear(x, weight, ends):
 
 
 # --- an even load
-#
-#     weights = balance(router, weights, chosen, scores, logits, target_count)    # in forward
-#     rebalance(model)                                                            # once a step
 
 
 def balance(router, weights, chosen, scores, logits, target_count):
@@ -172,8 +174,8 @@ def imbalance(router, scores, assigned):
     # One tensor: where a sequence is cut, that is one message
     sums = router.sum_over_sequence(torch.cat((assigned, scores.sum(1), tokens), dim=1))
     assigned, scores, tokens = sums.split((experts, experts, 1), dim=1)  # (B, E), (B, E), (B, 1)
-    # f = assigned / (k tokens) and P = scores / tokens
-    return (assigned.detach() * scores / tokens).sum() * experts / top_k
+    f, P = assigned.detach() / (top_k * tokens), scores / tokens
+    return (tokens * experts * f * P).sum()
 
 
 class AddLoss(torch.autograd.Function):

@@ -15,6 +15,7 @@ The model knows nothing of parallelism. A technique removes submodules or replac
     model = GPT(Config(layers=2))
     tokens = torch.randint(model.config.vocab, (4, 129))
     loss = model(tokens[:, :-1], targets=tokens[:, 1:])
+    llama = Config(positions="rope", norm="rmsnorm", mlp="swiglu", bias=False, tied=False)
 
 Radford et al. 2019 (GPT-2); Touvron et al. 2023, arXiv:2302.13971 (Llama); Jiang et al. 2024,
 arXiv:2401.04088 (Mixtral). Each part below names its own paper.
@@ -49,7 +50,8 @@ class Config:
     mlp: Literal["gelu", "swiglu"] = "gelu"
     bias: Literal[True, False, "qkv"] = True  # of linear layers. qkv: of q, k and v only (Qwen2)
     tied: bool = True  # one matrix is both the token embedding and the output projection
-    dropout: float = 0.0  # on the embedding, and on what attention and MLP add to x
+    # On the embedding, and on what attention and MLP add to x. Only in a forward with sample_ids
+    dropout: float = 0.0
     rope_theta: float = 10000.0
     rope_scaling: object = None  # frequencies -> frequencies (Llama 3.1: trainer/hf_config.py)
     norm_eps: float = 1e-5
@@ -129,8 +131,8 @@ class GPT(nn.Module):
         target_count  divides the sum of the losses: the number of valid targets of the whole batch,
                       for each of its pieces. By default that of `targets`
         sample_ids    (B,), a globally unique id per row; turns dropout on
-        starts        (B, T) on the host, the position at which each token's document starts:
-                      attention stays within a document, and positions begin anew in it"""
+        starts        (B, T) of the whole sequence, on the host: the position at which each token's
+                      document starts. Attention stays within it, and positions begin anew"""
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
         if target_count is None and targets is not None:

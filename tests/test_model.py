@@ -427,4 +427,4 @@ def test_the_file_works_alone_and_refuses(ranks, tmp_path):
         return said.getvalue()
 
     [said] = ranks(1, work)
-    assert len(usage) == 3 and said.startswith("a token can't go to 3 of 2")
+    assert len(usage) == 4 and said.startswith("a token can't go to 3 of 2")
