@@ -93,7 +93,7 @@ def norm_of_parts(parts, groups, pipeline_group=None):
     """parts: [(parameter, what this rank has of its gradient, the number of shards into which its
     data-parallel ranks have split it)]."""
     check_grid([p for p, _, _ in parts], groups)
-    square = torch.zeros((), dtype=torch.float64, device=parts[0][1].device if parts else None)
+    gradients = {}  # {number of ranks that have the same part: gradients}
     for p, gradient, shards in parts:
         # All ranks' squares are added. 2 x 2 ranks, tp cuts a matrix and leaves its bias whole:
         # each half of the matrix is on 4 / 2 = 2 ranks, the bias on 4 / 1 = 4
@@ -101,7 +101,11 @@ def norm_of_parts(parts, groups, pipeline_group=None):
         for group in placed(p, "partial", ()):
             if is_within(group, pipeline_group):  # a tied matrix: two stages have its sum
                 copies *= dist.get_world_size(group)
-        square += torch.linalg.vector_norm(gradient, dtype=torch.float64).square() / copies
+        gradients.setdefault(copies, []).append(gradient)
+    square = torch.zeros((), dtype=torch.float64, device=parts[0][1].device if parts else None)
+    for copies, equal in gradients.items():  # _foreach_norm: few kernels for many tensors
+        norms = torch.stack(torch._foreach_norm(equal, dtype=torch.float64))
+        square += norms.square().sum() / copies
     for group in groups if pipeline_group is None else [*groups, pipeline_group]:
         if dist.get_world_size(group) > 1:
             dist.all_reduce(square, group=group)

@@ -15,8 +15,7 @@ Sent      The gradients, once a step. In a ring all-reduce each of N ranks sends
 Backward  Nothing changes inside it: the gradient of a sum is the sum of the gradients. A rank's
           loss is the sum over its own tokens, divided by the number of tokens in the whole batch.
           So the gradients of all ranks add up to that of the batch, even if some ranks have more
-          rows. torch's DDP averages over the ranks instead, so it expects each rank's mean loss.
-          That loss would be N times too large here.
+          rows. torch's DDP divides the sum by N: there a loss is each rank's mean, here mean / N.
 Limits    Parameters, gradients and AdamW's two moments, 4 P e bytes, must fit on one rank. If they
           don't: zero.py. For more: docs/learn/data-parallelism.md.
 
@@ -100,6 +99,8 @@ def group_parameters(parameters, bucket_bytes, kind_of):
 class DDP:
     """Sums gradients in buckets, each as soon as backward has filled it.
 
+        for p in model.parameters():
+            dist.broadcast(p.data, group=group, group_src=0)   # equal weights: not checked
         sync = DDP(model.parameters(), group, microbatches=2)
         for micro_batches, target_count in batches:   # the targets of the whole batch
             sync.zero_grad()                          # the optimizer's would drop p.grad
@@ -113,8 +114,8 @@ class DDP:
     overlap       False: nothing is sent before finish()
     all_reduce    in place of torch's: (flat, group=group) -> a handle with wait(), or None if done
 
-    All ranks must start with equal weights. A parameter that got no gradient has zeros, not None,
-    so weight decay moves it. If backward raises, end the run on all ranks: others may wait."""
+    A parameter that got no gradient has zeros, not None, so weight decay moves it. If backward
+    raises, end the run on all ranks: others may wait."""
 
     def __init__(
         self, parameters, group, microbatches=1, bucket_bytes=25e6, overlap=True, all_reduce=None

@@ -50,7 +50,7 @@ def outer_step(parameters, old, outer, group):
             if step % every == 0:                                # every = H
                 outer_step(model.parameters(), old, outer, group)
 
-    Not checked: that the islands start equal, and count their steps alike. DiLoCo checks both."""
+    Not checked: that the islands start equal (DiLoCo checks it), and count their steps alike."""
     pairs = list(zip(old, parameters))
     for old_p, p in pairs:
         old_p.grad = old_p - p.detach()  # SGD subtracts it: a step from old towards p
@@ -164,10 +164,8 @@ class Part:
 
     def message(self):
         """This island's outer gradient as bytes."""
-        moved = []
-        for p, old in self.pairs:
-            # From old as restart() has put it into p, in p's dtype: that rounding is no movement
-            moved.append((old.to(p.dtype).to(old.dtype) - p.to(old.dtype)).flatten())
+        # From old as restart() has put it into p, in p's dtype: that rounding is no movement
+        moved = [(old.to(p.dtype) - p.to(old.dtype)).flatten() for p, old in self.pairs]
         outer_gradient = torch.cat(moved)
         if self.bits is None:
             return encode(outer_gradient, None)

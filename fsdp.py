@@ -11,7 +11,7 @@ Split     A unit is by default a block, the embedding or the head. Its parameter
 Sent      Per micro-batch a unit's weights are gathered twice, for forward and backward (the last
           unit's once: they stay), its gradients reduce-scattered once: each r P e bytes for P
           parameters of e bytes, r = (N-1)/N. About 3 m r P e in m micro-batches. DDP sends 2 r P e.
-Backward  The model's own. Autograd saves views of the weights. The memory under them is freed (the
+Backward  Autograd's, unchanged. It saves views of the weights. The memory under them is freed (the
           storage is resized to 0), and filled again before backward reads it.
 Use       Where the weights don't fit, and each rank has thousands of tokens (docs/learn/fsdp.md).
 Limits    A unit runs once per forward. Ranks run units in one order, or gather the wrong weights.
@@ -47,7 +47,8 @@ class PlainFSDP:
 
     Before: all ranks have equal weights, in one dtype, on their device. Each parameter is in
     exactly one unit (untie the head): in none it gets no sum and no step. A unit returns one
-    tensor, and each of its parameters gets a gradient in every backward pass."""
+    tensor, and each of its parameters gets a gradient in every backward pass. Don't call
+    clip_grad_norm_: it sees one rank's shards, and each rank would scale by another factor."""
 
     def __init__(self, module, group):
         self.group, self.parameters = group, list(module.parameters())
@@ -108,7 +109,8 @@ class PlainFSDP:
 
 class Unit:
     """A module whose weights are gathered before it runs, forward or backward, and freed after. It
-    has a bucket for each kind of parameter (dtype, frozen or not). Two share a tied matrix's."""
+    has a bucket for each kind of parameter (dtype, frozen or not). A tied matrix, of embedding and
+    head, has a bucket with two units. Its gradient is complete after the embedding's backward."""
 
     def __init__(self, module):
         check_unit(module)
@@ -129,10 +131,11 @@ class Unit:
 
 
 class UnitBucket(ShardedBucket):
-    """`weights` has memory while it has `users`: units that need it now (a tied matrix: two).
-    A GPU may still run a matmul or a gather when the host frees their memory. That is safe: a
-    gather's stream waits for all work queued so far on the compute stream, await_weights() makes
-    the compute stream wait for the gather, and freed memory is reused in compute-stream order."""
+    """`weights` has memory while it has `users`, units that need it now.
+
+    The host runs ahead of a GPU, but memory is taken and freed in the order of the compute stream:
+    a gather waits for what is queued there, and free() makes the stream wait for the gather. So
+    nothing can write memory that a matmul still reads."""
 
     keeps_weights = False
 
@@ -184,7 +187,7 @@ class FSDP(ZeRO):
             for p in unit.module.parameters():
                 self.units_of[p] += (unit,)
         super().__init__(model, group, 2, make_optimizer, microbatches, float("inf"), **options)
-        del self.units_of  # its parameters are no longer the model's
+        del self.units_of  # it would keep the unsplit parameters alive
         for unit in self.units:
             unit.module.register_forward_pre_hook(partial(self._before_forward, unit))
             unit.module.register_forward_hook(partial(self._after_forward, unit), with_kwargs=True)
@@ -234,8 +237,7 @@ class FSDP(ZeRO):
             # Backward is in the reverse order of forward: the unit that ran before is done
             done = self.unit_in_backward
             done.release()
-            # Also where this rank got no gradient: all ranks call collectives in one order. A tied
-            # matrix is complete after its first unit, whose backward is last
+            # Also where this rank got no gradient: all ranks call collectives in one order
             self._reduce_ready(anyway=[b for b in done.buckets if b.units[0] is done])
         self.unit_in_backward = unit
         self._enter(unit, unit.previous)
@@ -255,7 +257,7 @@ class FSDP(ZeRO):
             unit.release()
         self.gathered_ahead = self.unit_in_backward = None
 
-    def running_units(self):
+    def running_units(self):  # composition.py: those of one pipeline stage
         return self.units
 
     def update_weights(self, buckets=None):
@@ -321,11 +323,12 @@ from harness import zero_flags
 
 def main():
     parser = harness.parser(__doc__)
-    zero_flags.add_flags(parser.add_argument_group("FSDP"), None, ranks_flag="--shard-ranks")
+    group = parser.add_argument_group("FSDP")
+    zero_flags.add_flags(group, bucket_mb=None, ranks_flag="--shard-ranks")
     parser.set_defaults(stage=3)
     args = parser.parse_args()
     harness.configure(args)
-    # The training loop is zero.demo, which makes an FSDP(...) for stage 3
+    # The loop is that of zero.demo(), with FSDP(...) in the place of ZeRO(...)
     proof.launch(zero.demo, args, check=partial(zero_flags.check_world, args))
 
 

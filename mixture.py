@@ -174,8 +174,8 @@ def imbalance(router, scores, assigned):
     # One tensor: where a sequence is cut, that is one message
     sums = router.sum_over_sequence(torch.cat((assigned, scores.sum(1), tokens), dim=1))
     assigned, scores, tokens = sums.split((experts, experts, 1), dim=1)  # (B, E), (B, E), (B, 1)
-    f, P = assigned.detach() / (top_k * tokens), scores / tokens
-    return (tokens * experts * f * P).sum()
+    # tokens x E f P, with f = assigned / (k tokens) and P = scores / tokens
+    return (assigned.detach() * scores / tokens).sum() * experts / top_k
 
 
 class AddLoss(torch.autograd.Function):

@@ -136,7 +136,7 @@ def train(run, schedule=None):
 
 
 def forward(stage, x, micro_batch, positions, starts, target_count):
-    """A micro-batch in one stage of model.py's GPT. What the mesh does to it:
+    """A micro-batch in one stage of model.py's GPT, called by forward_backward. What the mesh does:
 
     dp          its rows are this replica's
     cp          of each sequence this rank has these positions, (T/cp,)
@@ -199,14 +199,19 @@ def mesh(args, schedule, config):
         return own
 
     groups = {name: own_group(view) for name, view in views.items()}
-    return groups | {"down": [own_group(pp), own_group(pp)], "up": [own_group(pp), own_group(pp)]}
+    links = [own_group(pp) for _ in range(4)]  # in fewer two messages could block each other
+    return groups | {"down": links[:2], "up": links[2:]}
 
 
 # --- the model
 
 
 def build(run, schedule, groups):
-    """This rank's stages of the model, cut on the meta device: no memory, no weights yet."""
+    """This rank's stages of the model, cut on the meta device: no memory, no weights yet.
+
+    Each technique replaces modules in place, and notes in p.placement which part of p is here, and
+    over which ranks its gradient is summed (composition.py). Data parallelism, the norm and
+    checkpoints read only that. So any of these calls may be left out."""
     args, tp, cp = run.args, groups["tp"], groups["cp"]
     turns = dualpipe.Turns()  # dualpipev: while a micro-batch waits for experts another computes
     heads_groups = (groups["heads"], groups["kv"]) if "kv" in groups else None
@@ -222,14 +227,13 @@ def build(run, schedule, groups):
             tensor_overlap.overlap(part, args.gather_again)
         else:  # the whole vocabulary is here: compute the loss a piece at a time, to hold less
             lean_head(part, args.compile)
-        if args.documents:
-            packed_documents.attend_by_document(part)  # faster than one process's mask
         if args.cp > 1:
-            parallelize = context_parallel.parallelize_context
-            if args.documents:
-                parallelize = packed_documents.parallelize_documents
+            with_documents = packed_documents.parallelize_documents
+            parallelize = with_documents if args.documents else context_parallel.parallelize_context
             options = dict(ring_group=groups.get("ring"), ulysses_group=groups.get("ulysses"))
             parallelize(part, cp, args.cp_kind, **options)
+        elif args.documents:
+            packed_documents.attend_by_document(part)  # faster than one process's mask
         if args.ep > 1:
             options = dict(chunks=args.expert_chunks, before_wait=turns.turn)
             expert_parallel.parallelize_experts(part, groups["ep"], groups["copies"], **options)
