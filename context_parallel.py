@@ -26,6 +26,7 @@ Use       Where one sequence's activations don't fit (docs/learn/long-sequences.
     torchrun --nproc_per_node=4 context_parallel.py        python context_parallel.py --kind ulysses
 
 Liu et al. 2023, Ring attention, arXiv:2310.01889; Jacobs et al. 2023, Ulysses, arXiv:2309.14509.
+The zigzag: github.com/zhuzilin/ring-flash-attention, issue 2 (2024).
 """
 
 import math

@@ -13,11 +13,13 @@ Sent      In step s a rank sends to the rank s after it only the keys that are u
           (4 G e + 2 A a) C_kv bytes: K and V of G tokens that others use, in forward and again in
           backward; dK and dV of A tokens of others. Other letters: context_parallel.py.
 Backward  As in the ring, tile by tile. A key's gradient goes straight to the rank that holds it.
+Cost      A kernel per tile, dozens in each layer: so documents of some hundred tokens and more.
 Copy      The top of context_parallel.py as well: DocumentRing extends its Ring.
 
     torchrun --nproc_per_node=4 packed_documents.py      python packed_documents.py --kind ulysses
 
-Llama Team 2024, The Llama 3 herd of models, arXiv:2407.21783, sections 3.2 and 3.3.2.
+Llama Team 2024, The Llama 3 herd of models, arXiv:2407.21783, sections 3.2 and 3.3.2 (the mask).
+MagiAttention, github.com/SandAI-org/MagiAttention: work dealt out, only used keys travel.
 """
 
 import math
@@ -57,7 +59,7 @@ def visible(starts, queries, keys):
 
 def plain_document_attention(q, k, v, starts, held, group):
     """q, k, v (B, H, T', D) of this rank's tokens -> attention within documents (B, H, T', D).
-    held[r]: the positions of rank r's tokens, which may be any. Autograd goes through it."""
+    held[r]: the positions of rank r's tokens, any below T. Autograd goes through it."""
     rank, ranks = dist.get_rank(group), range(dist.get_world_size(group))
 
     def used(user, owner):  # (T',): which of the owner's keys the user needs, in any row
