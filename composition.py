@@ -11,8 +11,8 @@ Sum       A gradient is summed over the ranks that have the same shard and saw o
 
     p.placement = {
         "shape":   shape of the whole parameter
-        "cuts":    {dimension: (group, start, length)}    this rank has that part, others others.
-                   Dimension None: they have other parameters, such as experts
+        "cuts":    {dimension: (group, start, length)}    the part that this rank has. The group's
+                   other ranks have the others. Dimension None: whole experts, other ones elsewhere
         "partial": [group]       after backward p.grad is a partial sum: add over this group, too
         "data":    group         sum over these ranks instead of the column: an expert's replicas
     }
@@ -409,19 +409,7 @@ def demo_zero(run):
         zero = ComposedFSDP(model, dp, **options)
     else:
         zero = ComposedZeRO(model, dp, stage, **options)
-    for step in run.steps(zero):
-        zero.zero_grad()
-        loss = run.zero()
-        for tokens, targets, samples in run.microbatches(step, dp.rank(), dp.size()):
-            part = model(tokens, targets=targets, target_count=run.target_count, sample_ids=samples)
-            part.backward()
-            loss += part.detach()
-        dist.all_reduce(loss, group=dp)
-        norm = zero.grad_norm([tp])
-        run.check(loss, norm, lambda: zero.gather_full(model.named()))
-        zero.clip(norm, args.grad_clip)
-        zero.step()
-        run.log(loss, norm)
+    train(run, model, zero, tp, dp)
 
     sizes = sizes_of(args, run.config, dp.size())
     tensors, _ = receipts.tensor_parallel.expected(sizes, Group("tp", args.tp), partial=False)
@@ -429,6 +417,23 @@ def demo_zero(run):
     where = scatter_operation(dp), passes, [receipts.zero.Split(group)]
     data, held = receipts.zero.expected(sizes, group, stage, args, *where)
     return run.receipt({"dp": dp.size(), "tp": args.tp, "zero": stage}, add(tensors, data), held)
+
+
+def train(run, model, composed, tp, dp):
+    """The loop above for ComposedZeRO and ComposedFSDP, and for muon_in_grid.py's ComposedMuon."""
+    for step in run.steps(composed):
+        composed.zero_grad()
+        loss = run.zero()
+        for tokens, targets, samples in run.microbatches(step, dp.rank(), dp.size()):
+            part = model(tokens, targets=targets, target_count=run.target_count, sample_ids=samples)
+            part.backward()
+            loss += part.detach()
+        dist.all_reduce(loss, group=dp)
+        norm = composed.grad_norm([tp])
+        run.check(loss, norm, lambda: composed.gather_full(model.named()))
+        composed.clip(norm, run.args.grad_clip)
+        composed.step()
+        run.log(loss, norm)
 
 
 if __name__ == "__main__":

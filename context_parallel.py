@@ -538,7 +538,10 @@ def main():
     why = "how queries reach other ranks' keys: ulysses usually sends least, a ring takes any ranks"
     g.add_argument("--kind", choices=KINDS, default="ring", help=why)
     receipts.context_parallel.flags(g)
-    args = parser.parse_args()
+    launch(parser.parse_args(), demo)
+
+
+def launch(args, demo):
     receipts.context_parallel.check(args)
     heads = harness.configure(args).heads
     harness.check_batch(args, 1)

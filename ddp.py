@@ -15,7 +15,7 @@ Sent      The gradients, once a step. In a ring all-reduce each of N ranks sends
 Backward  Nothing changes inside it: the gradient of a sum is the sum of the gradients. A rank's
           loss is the sum over its own tokens, divided by the number of tokens in the whole batch.
           So the gradients of all ranks add up to that of the batch, even if some ranks have more
-          rows. torch's DDP divides the sum by N: there a loss is each rank's mean, here mean / N.
+          rows. (torch's DDP divides the sum by N, so there each rank gives its mean loss.)
 Limits    Parameters, gradients and AdamW's two moments, 4 P e bytes, must fit on one rank. If they
           don't: zero.py. For more: docs/learn/data-parallelism.md.
 

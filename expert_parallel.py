@@ -118,8 +118,8 @@ def experts_of_ranks(expert_count, world):
 def shard_experts(parameter, group, data_group=None):
     """Cut a parameter (E, ...) to this rank's experts. Returns a new parameter: put it in the old
     one's place, and then make the optimizer. Its `placement` says which part it is, for sums, norms
-    and checkpoints: {"cuts": {0: (group, 2, 2)}} says that in dimension 0 this rank of the group
-    has two, from number 2 on. Of experts that are modules write it yourself:
+    and checkpoints: {"cuts": {0: (group, 2, 2)}} says that this rank of the group has two of
+    dimension 0, the experts 2 and 3. Of experts that are modules write it yourself:
     docs/use/two-techniques.md.
 
     data_group: the ranks that hold the same experts, if data parallelism has more ranks than
@@ -279,7 +279,7 @@ class ExpertDispatch(nn.Module):
         check_chosen(chosen, self.expert_count)
         if self.capacity is not None:
             chosen = drop_late(chosen, self.expert_count, self.capacity)
-        # Of frozen lower layers. Other ranks' backward passes wait for this rank's all-to-alls
+        # Lower layers may be frozen. Other ranks' backward passes wait for this rank's all-to-alls
         if torch.is_grad_enabled() and not x.requires_grad:
             x = x.detach().requires_grad_()
         choices = chosen.tensor_split(self.chunks)

@@ -323,8 +323,8 @@ from harness import zero_flags
 
 def main():
     parser = harness.parser(__doc__)
-    group = parser.add_argument_group("FSDP")
-    zero_flags.add_flags(group, bucket_mb=None, ranks_flag="--shard-ranks")
+    g = parser.add_argument_group("FSDP")
+    zero_flags.add_flags(g, bucket_mb=None, ranks_flag="--shard-ranks")
     parser.set_defaults(stage=3)
     args = parser.parse_args()
     harness.configure(args)

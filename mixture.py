@@ -5,8 +5,8 @@
         +----------------> Dispatch: rows sorted by expert --> Experts --> weighted sums (B, T, C)
 
 Its weights are those of E MLPs, its work that of k. It takes the place of the MLP in model.py's
-Block. The router scores the experts, and sends each token to the k best. Nothing in the model's
-loss keeps all tokens from the same few experts. Three remedies, each a field of the config:
+Block. The router scores the experts, and sends each token to the k best. The model's loss does not
+stop it from sending all tokens to the same few. Three remedies, each a field of the config:
 
 balance_loss  factor of E sum_e f_e P_e: of a sequence's assignments the share f_e goes to expert e,
               whose mean score is P_e. It is 1 if f is even, and up to E if all go to one expert.

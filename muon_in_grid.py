@@ -168,19 +168,7 @@ def demo(run):
     muon = ComposedMuon(model, dp, matrices, **options)
     # --prove repeats the run on one process: PlainMuon for the matrices, AdamW for the rest
     run.make_optimizer = receipts.muon.one_process(PlainMuon)
-    for step in run.steps(muon):
-        muon.zero_grad()
-        loss = run.zero()
-        for tokens, targets, samples in run.microbatches(step, dp.rank(), dp.size()):
-            part = model(tokens, targets=targets, target_count=run.target_count, sample_ids=samples)
-            part.backward()
-            loss += part.detach()
-        dist.all_reduce(loss, group=dp)
-        norm = muon.grad_norm([tp])
-        run.check(loss, norm, lambda: muon.gather_full(model.named()))
-        muon.clip(norm, args.grad_clip)
-        muon.step()
-        run.log(loss, norm)
+    composition.train(run, model, muon, tp, dp)
 
     sizes = sizes_of(args, run.config, dp.size())
     groups = {"dp": Group("dp", dp.size()), "tp": Group("tp", args.tp)}

@@ -297,9 +297,9 @@ def parallelize_documents(model, group, kind="ring", **options):
 
 # --- demo ---
 
+import context_parallel
 import ddp
 import harness
-import proof
 import receipts.context_parallel
 from harness.documents import add_flag, starts_of
 
@@ -311,12 +311,7 @@ def main():
     g.add_argument("--kind", choices=KINDS, default="ring", help=why)
     receipts.context_parallel.flags(g)
     add_flag(g)
-    args = parser.parse_args()
-    receipts.context_parallel.check(args)
-    heads = harness.configure(args).heads
-    harness.check_batch(args, 1)
-    grid = receipts.context_parallel.grid
-    proof.launch(demo, args, check=lambda ranks: grid(args.kind, ranks, args.rings, heads))
+    context_parallel.launch(parser.parse_args(), demo)
 
 
 def demo(run):

@@ -59,8 +59,8 @@ CEILINGS = {
 }
 DEMO = "# --- demo ---"
 # Demos that a lesson runs for another one: `ddp.py --sync server`, and fsdp.py's
-HANDED_OVER = {"zero.demo", "parameter_server.demo", "pipeline.main"}
-HANDED_OVER |= {"composition.launch", "composition.make_grid"}
+HANDED_OVER = {"zero.demo", "parameter_server.demo", "pipeline.main", "context_parallel.launch"}
+HANDED_OVER |= {"composition.launch", "composition.make_grid", "composition.train"}
 
 
 def files():
