@@ -41,10 +41,12 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _push_mode
 
-from pipeline import Mailbox, Row, Schedule, gpipe, interleaved, one_f_one_b
-from zero_bubble import SplitPipeline, zb_h1, zb_h2, zb_v
+from pipeline import Mailbox, Row, Schedule
+from zero_bubble import SplitPipeline
 
 # --- the whole idea: a backward and a forward that take turns
+
+BACKWARD, FORWARD = 0, 1  # places in Turns.may_run and in results
 
 
 class Turns:
@@ -81,7 +83,7 @@ class Turns:
     def __init__(self):
         self.running = 0  # how many of the two calls have not ended
         self.error = None  # of one call: ends the other at its next turn()
-        # For receipts: calls of turn(), and those that let the other call go on
+        # Calls of turn(), and those that let the other call go on: without any, nothing is hidden
         self.waits = self.switches = 0
 
     def turn(self):
@@ -123,15 +125,17 @@ class Turns:
         return results
 
 
-BACKWARD, FORWARD = 0, 1  # places in Turns.may_run and in results
-
-
 # --- the schedule
 
 
 def dualpipev(rank, ranks, microbatches):
     """A rank's row of the schedule above, with the stages of zb_v. The phases are those of
-    DeepSeek's code. Pairs are in phases 4 and 5: each forward, and the backward that follows."""
+    DeepSeek's code. Rank 0 of 2, with 4 micro-batches:
+
+        1 F0 F1  2 F2 F0'  3 I0' W0' F1'  4 F3 B1' F2' B0  5 B2' F3' B1  6 B3' I2  7 W2 I3  8 W3
+
+    The pairs are in 4 and 5: a forward, and the backward after it. (PairedSchedule turns them
+    round, because the backward begins.)"""
     if microbatches < 2 * ranks:
         count = f"at least {2 * ranks} micro-batches, twice as many as ranks"
         raise ValueError(f"dualpipev needs {count}, not {microbatches}")
@@ -200,7 +204,7 @@ class DualPipe(SplitPipeline):
         self.turns = turns
 
     def run(self):
-        """As Pipeline.run, in steps: an action, or two that overlap."""
+        """Pipeline.run, in steps of an action or two that overlap. What differs is `calls`."""
         runner, mailbox = self.make_runner(), Mailbox(self)
         losses = []
         for step in self.schedule.steps(dist.get_rank(self.links[0])):
@@ -244,8 +248,18 @@ def in_this_context(call):
     return called
 
 
-# --- all schedules by name, for the commands
+# --- demo ---
 
+import expert_parallel
+import harness
+import proof
+import receipts.dualpipe
+import receipts.pipeline
+from pipeline import gpipe, interleaved, one_f_one_b, open_links
+from receipts.train import ExpertRows
+from zero_bubble import zb_h1, zb_h2, zb_v
+
+# --- all schedules by name, for train.py, pipeline.py and zero_bubble.py
 
 WHOLE = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved}
 SPLIT = {"zb-h1": zb_h1, "zb-h2": zb_h2, "zb-v": zb_v, "dualpipev": dualpipev}
@@ -260,17 +274,6 @@ def find_schedule(name, ranks, microbatches, chunks=None):
     if chunks and name == "interleaved":
         options["chunks"] = chunks
     return Schedule(make_row(rank, ranks, microbatches, **options) for rank in range(ranks))
-
-
-# --- demo ---
-
-import expert_parallel
-import harness
-import proof
-import receipts.dualpipe
-import receipts.pipeline
-from pipeline import open_links
-from receipts.train import ExpertRows
 
 
 def main():

@@ -500,15 +500,15 @@ def check_message(pipeline, action, tensor):
 
 # --- demo ---
 
-import dualpipe  # for --schedule; it and zero_bubble import this file, so only here
 import harness
 import proof
 import receipts.pipeline
-import zero_bubble
 
 
 def main(doc=__doc__, default="1f1b"):
     """zero_bubble.py calls it with a docstring and a schedule of its own."""
+    import dualpipe  # for --schedule. It and zero_bubble import this file, so not above
+
     parser = harness.parser(doc, microbatches=8)
     g = parser.add_argument_group("pipeline")
     names = list(dualpipe.ALL_SCHEDULES)
@@ -528,6 +528,9 @@ def main(doc=__doc__, default="1f1b"):
 
 def demo(run):
     """run: this process's flags, device, data and receipt (proof/run.py)."""
+    import dualpipe
+    import zero_bubble
+
     args, config, rank, ranks = run.args, run.config, run.rank, run.world
     schedule = dualpipe.find_schedule(args.schedule, ranks, args.microbatches, args.chunks)
     stages, last = schedule.stages(rank), schedule.last

@@ -560,7 +560,6 @@ def check_zero_gradient(zero, bucket):
 
 # --- demo ---
 
-import fsdp  # for --stage 3. It imports the top of this file, which is complete here
 import harness
 import proof
 import receipts.zero
@@ -587,6 +586,9 @@ def main():
 
 
 def demo(run):
+    import composition  # for --shard-ranks; fsdp for --stage 3. They import this file: not above
+    import fsdp
+
     args = run.args
     group, hsdp = zero_flags.make_groups(run)
     model = run.meta_model()
@@ -594,9 +596,7 @@ def demo(run):
     options["microbatches"] = args.microbatches
     options["make_optimizer"] = functools.partial(harness.make_optimizer, args=args)
     zero_class, fsdp_class = ZeRO, fsdp.FSDP
-    if hsdp:  # --shard-ranks
-        import composition  # not above: it imports fsdp.FSDP, which is not complete there
-
+    if hsdp:
         zero_class, fsdp_class = composition.ComposedZeRO, composition.ComposedFSDP
         options["hsdp"] = hsdp
     if args.stage == 3:

@@ -21,9 +21,11 @@ Sent: what pipeline.py sends, and with two stages per rank twice as many message
     zb-v    no bubble, 1F1B's memory, two stages per rank
 
 Limits: the pairs take memory. "No bubble", with F = I = W and at least 2 p - 1 micro-batches, means
-that a rank never waits between its first action and its last. The norm of the gradients waits for
-all ranks: who clips gains nothing by zb-h2 over zb-h1. Under torch.autocast nothing is deferred:
-cast the weights instead. docs/learn/pipelines.md compares the schedules.
+that a rank never waits between its first action and its last. zb-h2's step ends no sooner than
+zb-h1's: the waits are before a rank's first action and after its last. They are gone only if a rank
+begins the next step while others still work, so not with clipping: the norm waits for all ranks.
+Under torch.autocast nothing is deferred: cast the weights instead. docs/learn/pipelines.md compares
+the schedules.
 
     torchrun --nproc_per_node=4 zero_bubble.py --layers 8       python zero_bubble.py --compare
 
@@ -47,9 +49,9 @@ from pipeline import Pipeline, Row, StageRunner, plain_pipeline
 
 class SplitLinear(nn.Linear):
     """A linear layer that computes its weight's gradient when asked. In training x must require a
-    gradient.
+    gradient. Behind it an in-place activation would lose the hook: use nn.ReLU().
 
-        layer = SplitLinear(4, 3)
+        layer, x = SplitLinear(4, 3), torch.randn(5, 4, requires_grad=True)
         loss = layer(x).square().sum()
         loss.backward()            # I: x.grad is there, and goes to the stage before
         layer.backward_weight()    # W: layer.weight.grad is there
@@ -68,8 +70,9 @@ class SplitLinear(nn.Linear):
         return y
 
     def backward_weight(self):
-        gradient = weight_gradient(*self.pairs.popleft())
-        self.weight.grad = gradient if self.weight.grad is None else self.weight.grad + gradient
+        if self.weight.grad is None:
+            self.weight.grad = torch.zeros_like(self.weight)
+        self.weight.grad += weight_gradient(*self.pairs.popleft())
 
 
 def weight_gradient(x, gradient):
@@ -147,7 +150,7 @@ class SplitRunner(StageRunner):
             return self.deferred_of.pop((m, stage)).accumulate()
         if kind == "I":
             action = action._replace(kind="B")
-        # I needs it, too: checkpointed layers run their forward again
+        # I needs it, too, if layers are checkpointed
         with self.deferred_of.get((m, stage), contextlib.nullcontext()):
             return super().run(action, received)
 
@@ -182,23 +185,17 @@ class Deferred(TorchFunctionMode):
         if function in (F.linear, torch._grouped_mm):  # F.grouped_mm calls torch._grouped_mm
             return self.defer(function, *args, **kwargs)
         if function is torch.Tensor.backward:
-            # torch switches this mode off within a call. Switch it on: checkpointed layers run
-            # their forward again in backward, and must save what they saved at first
-            with self:
-                edge = torch.autograd.graph.get_gradient_edge(args[0])
-                return torch.autograd.backward([edge], [kwargs.pop("gradient")], **kwargs)
+            return backward_within(self, *args, **kwargs)
         return function(*args, **kwargs)
 
     def defer(self, function, input, weight, *rest, **options):  # named as F.linear's arguments
-        """As SplitLinear.forward, but SaveInput holds the input: then checkpointing can drop it."""
+        """As SplitLinear.forward."""
         if not can_defer(input, weight):
             return function(input, weight, *rest, **options)
-        input = SaveInput.apply(input)
-        node = input.grad_fn
+        input, get_input = held_by_graph(input)
 
         def keep_pair(gradient):
-            [x] = node.saved_tensors
-            self.entries.append((weight, x.detach(), gradient, options.get("offs")))
+            self.entries.append((weight, get_input(), gradient, options.get("offs")))
 
         y = function(input, weight.detach(), *rest, **options)
         # F.linear of a 3-D x returns a view. An in-place ReLU gives a view a new node, without the
@@ -227,23 +224,10 @@ def can_defer(x, weight):
     return torch.is_grad_enabled() and x.requires_grad and weight.requires_grad
 
 
-class SaveInput(torch.autograd.Function):
-    """Identity that saves x in autograd's graph. There activation checkpointing drops it, and makes
-    it again when the hook asks. (A closure would hold it.) It stops at x: no matmul runs again."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-
 class WeightGradient(torch.autograd.Function):
     """A node whose backward computes a weight's gradient. Autograd adds it to .grad before it runs
-    the next node, so one at a time is in memory."""
+    the next node: one at a time is in memory. (torch.autograd.backward(weights, gradients) would
+    need all of a stage's at once.)"""
 
     @staticmethod
     def forward(ctx, weight, x, gradient, offsets):
@@ -258,6 +242,38 @@ class WeightGradient(torch.autograd.Function):
         else:
             result = F.grouped_mm(x.T, gradient, offs=offsets)  # (E, in, out)
         return result, None, None, None
+
+
+# --- with activation checkpointing, whose layers run their forward again in backward
+
+
+def backward_within(mode, y, gradient=None, **options):
+    """y.backward(gradient) with the mode on, which torch switches off within a call: a layer that
+    runs again must save what it saved at first."""
+    with mode:
+        edge = torch.autograd.graph.get_gradient_edge(y)
+        return torch.autograd.backward([edge], [gradient], **options)
+
+
+def held_by_graph(x):
+    """x, and a function that returns it, while autograd's graph holds it. There checkpointing drops
+    it, and makes it again when it is asked for: up to x, so no matmul behind it runs again."""
+    x = SaveInput.apply(x)
+    node = x.grad_fn
+    return x, lambda: node.saved_tensors[0].detach()
+
+
+class SaveInput(torch.autograd.Function):
+    """Identity that saves x in the graph."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
 
 
 # --- schedules with two stages per rank

@@ -251,7 +251,7 @@ def set_device(device):
     try:
         torch.cuda.set_device(device)
     except (RuntimeError, AssertionError) as e:
-        reason = str(e).split(". ")[0]
+        reason = str(e).split("\n")[0].split(". ")[0]  # nccl and CUDA say several lines
         raise Refused(f"{device} can't be used ({reason}): --device cpu does without") from e
 
 

@@ -104,6 +104,9 @@ class Run(rank.TrainingRank):
             group["lr"] = self.lr
         if self.step == self.measured:
             self.ledger.watch(itertools.chain(*lasting(optimizer).values()))
+            if getattr(self.args, "compile", False):
+                # Else what torch.compile meets inside the ledger is never compiled again
+                self.watching.enter_context(torch.compiler.set_stance("force_eager"))
             self.watching.enter_context(self.ledger)
             if self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self.device)
@@ -188,9 +191,8 @@ class Run(rank.TrainingRank):
         """End a step, whose loss and norm check() has read: print a line, and add a row to the
         history. Shows mfu(tokens/s) too, if mfu is given."""
         self.watching.close()
-        now = time.perf_counter()
-        rate = self.target_count / (now - self.last)
-        self.last = now
+        rate = self.target_count / (time.perf_counter() - self.last)
+        self.restart_clock()
         loss, norm, *_ = self.numbers
         row = {"step": self.step + 1, "loss": loss, "grad_norm": norm, "lr": self.lr}
         row["tokens_per_s"] = rate
@@ -236,10 +238,9 @@ class Run(rank.TrainingRank):
 
     # --- the receipt
 
-    def receipt(self, layout, sent=(), held=(), notes=(), role=None):
+    def receipt(self, layout, sent={}, held={}, notes=(), role=None):
         """Print and write the receipt, and keep it as `result`. Returns the exit code. The
         arguments are those of `write_receipt`."""
-        sent, held = dict(sent), dict(held)
         counted = self.ledger.sent, self.held
         if self.history and self.history[-1]["loss"] is None and self.step == self.measured:
             sent, held, counted = {}, {}, ({}, {})
