@@ -20,7 +20,9 @@ Sent      Per rank and block: K and V make N - 1 hops in forward, and again in b
           r = (N-1)/N, C_kv is the width of K, e bytes per element, a = max(e, 4).
 Backward  Forward keeps lse, the logarithm of a query's softmax denominator over all keys. Then
           e^(score - lse) is the final probability, and a tile's gradients need no other tile.
-Kinds     ring. gather: all K and V at once. ulysses: tokens traded for heads. ring-ulysses: both.
+Kinds     ring: any N. gather: the simplest, all K and V at once, and it holds them all. ulysses:
+          tokens traded for heads, if N divides these; 4 r (C + C_kv) e B T / N bytes, so less with
+          more ranks. ring-ulysses: both.
 Use       Where one sequence's activations don't fit (docs/learn/long-sequences.md has the bound).
 
     torchrun --nproc_per_node=4 context_parallel.py        python context_parallel.py --kind ulysses
@@ -148,8 +150,9 @@ class Ring(GroupModule):
         x = shard_sequence(tokens, held)                # (B, T) -> (B, T')
         y = shard_sequence(targets, held, fill=-100)    # targets are shifted before the cut
         logits = model(x, held.clamp(max=T - 1))        # padding needs some position, too
+        target_count = (targets != -100).sum()          # of whole sequences, before the cut
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum")
-        (loss / target_count).backward()                # valid targets of all ranks
+        (loss / target_count).backward()
         for p in model.parameters():                    # after the last micro-batch
             dist.all_reduce(p.grad, group=group)        # a sum, no mean; then clip and step
 
@@ -202,7 +205,6 @@ class Tile(NamedTuple):
     queries: slice
     keys: slice
     causal: bool
-    rows: slice = slice(None)  # of the batch: all of them, but for packed_documents.py
 
 
 def ring_tiles(rank, n, tokens, zigzag=True):
@@ -216,56 +218,7 @@ def ring_tiles(rank, n, tokens, zigzag=True):
     return [lower] * rank + [own] + [higher] * (n - 1 - rank)
 
 
-# --- the ring in full
-
-
-def around_the_ring(kv, group):
-    """Yield (rank, its keys and values) for all ranks, beginning with this one. While the caller
-    computes with these, the next ones travel."""
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    spare = torch.empty_like(kv)
-    for step in range(n - 1):
-        receive = start_passing(kv, group, spare)
-        yield (rank - step) % n, kv
-        kv, spare = receive(), kv
-    yield (rank - (n - 1)) % n, kv
-
-
-def attend_to_all(q, kv_by_rank, tiles):
-    """Attention of this rank's queries to all keys: the result and its lse. kv_by_rank yields
-    (rank, its keys and values). tiles[rank]: those with that rank's keys."""
-    exact = torch.promote_types(q.dtype, torch.float32)  # of sums, and of lse
-    out = torch.zeros_like(q, dtype=exact)
-    lse = out.new_full(q.shape[:3], -math.inf)
-    for source, kv in kv_by_rank:
-        for tile in tiles[source]:
-            index = tile.rows, slice(None), tile.queries  # into (B, H, T'): a view
-            add_tile(out[index], lse[index], *tile_attention(q, kv, tile))
-    return out.to(q.dtype), lse
-
-
-def start_passing(tensor, group, received=None):
-    """pass_on in two halves: starts, and returns a function that waits and returns what arrived, in
-    `received` or a new tensor."""
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    if n == 1:
-        return lambda: tensor
-    received = torch.empty_like(tensor) if received is None else received
-    return start_messages(tensor, (rank + 1) % n, received, (rank - 1) % n, group)
-
-
-def start_messages(sent, target, received, source, group):  # empty ones are left out
-    send = dist.P2POp(dist.isend, sent, group=group, group_peer=target)
-    receive = dist.P2POp(dist.irecv, received, group=group, group_peer=source)
-    not_empty = [message for message in (send, receive) if message.tensor.numel()]
-    messages = dist.batch_isend_irecv(not_empty) if not_empty else []
-
-    def wait():
-        while messages:  # a message that is forgotten no longer holds what it sent
-            messages.pop().wait()
-        return received
-
-    return wait
+# --- the ring in full: the plain form in tiles, and what the next step needs travels meanwhile
 
 
 class RingAttention(torch.autograd.Function):
@@ -292,15 +245,62 @@ class RingAttention(torch.autograd.Function):
             dkv_tiles = []
             for tile in ctx.tiles[source]:
                 dq_tile, *dkv_tile = tile_gradients(grad, q, source_kv, out, lse, tile)
-                dq[tile.rows, :, tile.queries] += dq_tile
+                dq[:, :, tile.queries] += dq_tile
                 dkv_tiles.append(torch.stack(dkv_tile))
             if receive:  # in the first step dkv is still here, zeros
                 dkv = receive()
             for tile, dkv_tile in zip(ctx.tiles[source], dkv_tiles):
-                dkv[:, tile.rows, :, tile.keys] += dkv_tile
+                dkv[:, :, :, tile.keys] += dkv_tile
             receive = start_passing(dkv, ctx.group)
         dkv = receive()  # after n hops: the sums for this rank's own keys
         return dq.to(q.dtype), *dkv.to(k.dtype), None, None
+
+
+def around_the_ring(kv, group):
+    """Yield (rank, its keys and values) for all ranks, beginning with this one. While the caller
+    computes with these, the next ones travel."""
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    spare = torch.empty_like(kv)
+    for step in range(n - 1):
+        receive = start_passing(kv, group, spare)
+        yield (rank - step) % n, kv
+        kv, spare = receive(), kv
+    yield (rank - (n - 1)) % n, kv
+
+
+def start_passing(tensor, group, received=None):
+    """pass_on in two halves: starts, and returns a function that waits and returns what arrived, in
+    `received` or a new tensor."""
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    if n == 1:
+        return lambda: tensor
+    received = torch.empty_like(tensor) if received is None else received
+    messages = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % n),
+            dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % n),
+        ]
+    )
+
+    def wait():
+        while messages:  # a message that is forgotten no longer holds what it sent
+            messages.pop().wait()
+        return received
+
+    return wait
+
+
+def attend_to_all(q, kv_by_rank, tiles):
+    """Attention of this rank's queries to all keys: the result and its lse. kv_by_rank yields
+    (rank, its keys and values). tiles[rank]: those with that rank's keys."""
+    exact = torch.promote_types(q.dtype, torch.float32)  # of sums, and of lse
+    out = torch.zeros_like(q, dtype=exact)
+    lse = out.new_full(q.shape[:3], -math.inf)
+    for source, kv in kv_by_rank:
+        for tile in tiles[source]:
+            at = tile.queries
+            add_tile(out[:, :, at], lse[:, :, at], *tile_attention(q, kv, tile))
+    return out.to(q.dtype), lse
 
 
 # --- gather: all keys and values at once (Llama 3, arXiv:2407.21783, section 3.3.2)
@@ -328,8 +328,8 @@ class GatheredAttention(torch.autograd.Function):
         for source, kv in enumerate(gathered):
             for tile in ctx.tiles[source]:
                 dq_tile, dk, dv = tile_gradients(grad, q, kv, out, lse, tile)
-                dq[tile.rows, :, tile.queries] += dq_tile
-                dkv[source][:, tile.rows, :, tile.keys] += torch.stack((dk, dv))
+                dq[:, :, tile.queries] += dq_tile
+                dkv[source][:, :, :, tile.keys] += torch.stack((dk, dv))
         # A reduce-scatter: each rank sums the gradients of its own keys. gloo's sends twice as much
         pieces = torch.empty_like(dkv)
         dist.all_to_all_single(pieces, dkv, group=ctx.group)
@@ -406,7 +406,7 @@ class Ulysses(GroupModule):
 def tile_attention(q, kv, tile):
     """attention() of a tile. q (B, H, T', D), kv (2, B, H_kv, T', D): H / H_kv query heads share a
     kv-head. 0.0 below: no dropout."""
-    q, (k, v) = q[tile.rows, :, tile.queries], kv[:, tile.rows, :, tile.keys]
+    q, (k, v) = q[:, :, tile.queries], kv[:, :, :, tile.keys]
     kernel, aten = fused_kernel(q), torch.ops.aten
     if kernel == "cpu":  # it takes no views
         q, k, v = (t.contiguous() for t in (q, k, v))
@@ -424,8 +424,8 @@ def tile_attention(q, kv, tile):
 
 def tile_gradients(grad, q, kv, out, lse, tile):
     """attention_gradients() of a tile: dq of its queries, dk and dv of its keys."""
-    grad, q, out, lse = (t[tile.rows, :, tile.queries] for t in (grad, q, out, lse))
-    k, v = kv[:, tile.rows, :, tile.keys]
+    grad, q, out, lse = (t[:, :, tile.queries] for t in (grad, q, out, lse))
+    k, v = kv[:, :, :, tile.keys]
     kernel, aten = fused_kernel(q), torch.ops.aten
     if kernel == "cpu":
         tensors = (t.contiguous() for t in (grad, q, k, v, out, lse))

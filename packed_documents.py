@@ -11,7 +11,8 @@ Split     8 N equal chunks for N ranks. The chunk with the most work goes first,
           key. All rows of a batch are cut alike.
 Sent      In step s a rank sends to the rank s after it only the keys that are used there. Per block
           (4 G e + 2 A a) C_kv bytes: K and V of G tokens that others use, in forward and again in
-          backward; dK and dV of A tokens of others. Other letters: context_parallel.py.
+          backward; dK and dV of A tokens of others. Other letters: context_parallel.py. It is
+          little where documents are short beside the T / N tokens of a rank.
 Backward  As in the ring, tile by tile. A key's gradient goes straight to the rank that holds it.
 Cost      A kernel per tile, dozens in each layer: so documents of some hundred tokens and more.
 Copy      The top of context_parallel.py as well: DocumentRing extends its Ring.
@@ -43,7 +44,6 @@ from context_parallel import (
     check_qkv,
     parallelize_context,
     shard_sequence,
-    start_messages,
     tile_gradients,
 )
 
@@ -102,7 +102,10 @@ class DocumentRing(Ring):
         check_chunks(q, self)
         check_starts(starts, q, self.n)
         plan = find_plan(self.rank, self.n, q.shape[2], self.zigzag, starts, q.device)
-        return DocumentRingAttention.apply(q, k, v, self.group, plan)
+        # All rows as one, (1, H, B T', D): so a tile of one row is a run of tokens
+        q, k, v = (t.transpose(0, 1).flatten(1, 2).unsqueeze(0) for t in (q, k, v))
+        y = DocumentRingAttention.apply(q, k, v, self.group, plan)
+        return y.squeeze(0).unflatten(1, (len(starts), -1)).transpose(0, 1)
 
 
 class DocumentRingAttention(torch.autograd.Function):
@@ -126,22 +129,21 @@ class DocumentRingAttention(torch.autograd.Function):
         kv = torch.stack((k, v))
         dq, dkv = torch.zeros_like(q, dtype=lse.dtype), torch.zeros_like(kv, dtype=lse.dtype)
         receive = places = None  # of the step before: waits for a message; where it is added
-        for owner, owner_kv in bring_used_keys(kv, group, plan):
-            # dkv is of this rank's keys, part of the owner's: the same in the first step
-            part = dkv if owner == rank else torch.zeros_like(dkv)
+        for step, (owner, owner_kv) in enumerate(bring_used_keys(kv, group, plan)):
+            part = dkv if step == 0 else torch.zeros_like(dkv)  # of the owner's keys
             for tile in plan.tiles[owner]:
                 dq_tile, *dkv_tile = tile_gradients(grad, q, owner_kv, out, lse, tile)
-                dq[tile.rows, :, tile.queries] += dq_tile
-                part[:, tile.rows, :, tile.keys] += torch.stack(dkv_tile)
+                dq[:, :, tile.queries] += dq_tile
+                part[:, :, :, tile.keys] += torch.stack(dkv_tile)
             if receive:
-                dkv[places] += receive()
-            if owner != rank:
-                user = (2 * rank - owner) % n  # as many ranks after this one as the owner before
-                sent, places = part[plan.used_of[owner]], plan.used_by[user]
-                receive = start_messages(sent, owner, torch.empty_like(dkv[places]), user, group)
+                dkv[:, :, :, places] += receive()
+            if step > 0:  # send it home, and get what the rank `step` after this one has computed
+                user = (rank + step) % n
+                sent, places = part[:, :, :, plan.used_of[owner]], plan.used_by[user]
+                receive = start_messages(sent, owner, dkv[:, :, :, places], user, group)
             del part  # its memory serves for the next one
         if receive:
-            dkv[places] += receive()
+            dkv[:, :, :, places] += receive()
         return dq.to(q.dtype), *dkv.to(k.dtype), None, None
 
 
@@ -153,12 +155,29 @@ def bring_used_keys(kv, group, plan):
     arrived = torch.zeros_like(kv) if n > 1 else None
     for step in range(1, n):
         user, next_owner = (rank + step) % n, (rank - step) % n
-        sent, places = kv[plan.used_by[user]], plan.used_of[next_owner]
-        receive = start_messages(sent, user, torch.empty_like(kv[places]), next_owner, group)
+        sent, places = kv[:, :, :, plan.used_by[user]], plan.used_of[next_owner]
+        receive = start_messages(sent, user, kv[:, :, :, places], next_owner, group)
         yield owner, owner_kv
-        arrived[places] = receive()
+        arrived[:, :, :, places] = receive()
         owner, owner_kv = next_owner, arrived
     yield owner, owner_kv
+
+
+def start_messages(sent, target, like, source, group):
+    """Send a tensor, and receive one as `like`. Returns a function that waits for it. Empty ones
+    don't travel."""
+    received = torch.empty_like(like)
+    send = dist.P2POp(dist.isend, sent, group=group, group_peer=target)
+    receive = dist.P2POp(dist.irecv, received, group=group, group_peer=source)
+    not_empty = [message for message in (send, receive) if message.tensor.numel()]
+    messages = dist.batch_isend_irecv(not_empty) if not_empty else []
+
+    def wait():
+        while messages:
+            messages.pop().wait()
+        return received
+
+    return wait
 
 
 def deal_tokens(length, n, starts, zigzag=True, multiple=1):
@@ -180,31 +199,37 @@ def deal_tokens(length, n, starts, zigzag=True, multiple=1):
     return torch.stack([chunks[sorted(numbers)].flatten() for numbers in held])
 
 
+def own_tiles(queries, starts):
+    """The tiles of a rank's queries, given by their positions, with its own keys: a causal one for
+    each document. They count tokens through all rows, from 0 to B T'."""
+    tiles, real = [], queries[queries < starts.shape[1]]  # without padding
+    for row, start in enumerate(starts[:, real]):
+        stop = row * len(queries)
+        for size in start.unique_consecutive(return_counts=True)[1].tolist():
+            begin, stop = stop, stop + size
+            tiles.append(Tile(slice(begin, stop), slice(begin, stop), causal=True))
+    return tiles
+
+
 def document_tiles(queries, keys, starts):
-    """The tiles of one rank's queries with one rank's keys, both given by their positions. Keys are
-    in order, so query i sees keys[first[i]:end[i]]. Neighbouring queries that see the same keys
-    make one tile, which needs no mask. Own keys: one causal tile per document."""
-    own = torch.equal(queries, keys)
-    queries = queries[queries < starts.shape[1]]  # without padding
-    tiles = []
-    for row, start in enumerate(starts[:, queries]):
-        first = torch.searchsorted(keys, start)
-        end = first if own else torch.searchsorted(keys, queries)
+    """The tiles of a rank's queries with another one's keys. Keys are in order, so query i sees
+    keys[first[i]:end[i]]. Neighbours that see the same keys make a tile, which needs no mask."""
+    tiles, real = [], queries[queries < starts.shape[1]]
+    for row, start in enumerate(starts[:, real]):
+        first, end = torch.searchsorted(keys, start), torch.searchsorted(keys, real)
         seen, sizes = torch.stack((first, end)).unique_consecutive(dim=1, return_counts=True)
-        stop = 0
+        offset = stop = row * len(queries)
         for first, end, size in zip(*seen.tolist(), sizes.tolist()):
             begin, stop = stop, stop + size
-            tile_queries, rows = slice(begin, stop), slice(row, row + 1)
-            if own:
-                tiles.append(Tile(tile_queries, tile_queries, True, rows))
-            elif first < end:
-                tiles.append(Tile(tile_queries, slice(first, end), False, rows))
+            if first < end:
+                tile_keys = slice(offset + first, offset + end)
+                tiles.append(Tile(slice(begin, stop), tile_keys, causal=False))
     return tiles
 
 
 class Plan(NamedTuple):
     tiles: list  # tiles[r]: of this rank's queries with rank r's keys
-    used_by: list  # used_by[r]: the keys here that rank r uses, an index into (2, B, H_kv, T', D)
+    used_by: list  # used_by[r]: the keys here that rank r uses, counted through all rows
     used_of: list  # used_of[r]: the keys of rank r that this rank uses
 
 
@@ -214,20 +239,20 @@ def find_plan(rank, n, tokens, zigzag, starts, device="cpu"):
     held = deal_tokens(n * tokens, n, starts, zigzag)
     tiles = [document_tiles(held[rank], keys, starts) for keys in held]
     others = [document_tiles(queries, held[rank], starts) for queries in held]
-    where = len(starts), tokens, device
-    used_by = [index_of_keys(of_rank, *where) for of_rank in others]
-    return Plan(tiles, used_by, [index_of_keys(of_rank, *where) for of_rank in tiles])
+    tiles[rank] = others[rank] = []  # a rank's own keys don't travel
+    used_by, used_of = (
+        [used_keys(of_rank, len(starts) * tokens).to(device) for of_rank in of_ranks]
+        for of_ranks in (others, tiles)
+    )
+    tiles[rank] = own_tiles(held[rank], starts)
+    return Plan(tiles, used_by, used_of)
 
 
-def index_of_keys(tiles, rows, tokens, device):
-    """Which keys tiles use, as an index into kv (2, B, H_kv, T', D). kv[index] is (keys, 2, H_kv,
-    D): indexed dimensions come first. Nothing for causal tiles: a rank's own keys don't travel."""
-    used = torch.zeros(rows, tokens, dtype=torch.bool)
+def used_keys(tiles, count):
+    used = torch.zeros(count, dtype=torch.bool)
     for tile in tiles:
-        if not tile.causal:
-            used[tile.rows, tile.keys] = True
-    rows, columns = (t.to(device) for t in used.nonzero(as_tuple=True))
-    return slice(None), rows, slice(None), columns
+        used[tile.keys] = True
+    return used.nonzero().flatten()
 
 
 # --- on one rank, or after Ulysses has brought the whole sequence

@@ -162,15 +162,15 @@ def tokens_used(find_plan, batches, args, *where):
     used_by = used_of = 0
     for tokens, *_ in batches:
         plan = find_plan(*where, documents.starts_of(tokens, args))
-        used_by += sum(len(rows) for _, rows, *_ in plan.used_by)
-        used_of += sum(len(rows) for _, rows, *_ in plan.used_of)
+        used_by += sum(map(len, plan.used_by))
+        used_of += sum(map(len, plan.used_of))
     return used_by, used_of
 
 
 def work(tiles):
     """How many pairs of a query and a key a rank computes. tiles: with each rank's keys."""
     pairs = 0
-    for queries, keys, causal, _ in itertools.chain(*tiles):
+    for queries, keys, causal in itertools.chain(*tiles):
         height, width = queries.stop - queries.start, keys.stop - keys.start
         pairs += height * (height + 1) // 2 if causal else height * width
     return pairs

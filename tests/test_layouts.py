@@ -377,7 +377,7 @@ shards counted as copies: composition:norm_of_parts
     / count_ranks(groups_cutting(p)) -> / 1
     grouped --tp 4 --zero 1 -> step 1, the norm ->
 gradients of keys never come home: packed_documents:DocumentRingAttention.backward
-    = part[plan -> = 0 * part[plan
+    = part[:, :, :, plan -> = 0 * part[:, :, :, plan
     docs --cp 2 -> step 1, backward -> attn.qkv.weight: off by
 bias on every rank: tensor_parallel:RowParallelLinear.forward
     self.weight)) -> self.weight, self.bias))\n    return y

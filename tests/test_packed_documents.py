@@ -71,17 +71,15 @@ def test_documents_send_the_keys_that_tiles_use(ranks):
             plans = [pd.find_plan(rank, ring, tokens, True, starts) for rank in range(ring)]
             for rank, plan in enumerate(plans):
                 for other in range(ring):
-                    used = torch.zeros(rows, tokens, dtype=torch.bool)
+                    used = torch.zeros(rows * tokens, dtype=torch.bool)
                     for tile in plan.tiles[other] if other != rank else ():
-                        used[tile.rows, tile.keys] = True
-                    where = plan.used_of[other]
-                    assert torch.equal(torch.stack(where[1::2], dim=1), used.nonzero())
-                    for ours, theirs in zip(where[1::2], plans[other].used_by[rank][1::2]):
-                        assert torch.equal(ours, theirs)
+                        used[tile.keys] = True
+                    assert torch.equal(plan.used_of[other], used.nonzero().flatten())
+                    assert torch.equal(plan.used_of[other], plans[other].used_by[rank])
 
     page = starts_of([long_context.LENGTHS])  # docs/learn/long-sequences.md has the figure
     plans = [pd.find_plan(rank, 4, 64, True, page) for rank in range(4)]
-    sent = sum(len(rows) for plan in plans for _, rows, *_ in plan.used_by)
+    sent = sum(len(keys) for plan in plans for keys in plan.used_by)
     assert sent / (3 * 256) == pytest.approx(0.52, abs=0.005)
 
     size, starts = (3, 4, 2, 8), starts_of(LENGTHS)
@@ -90,10 +88,8 @@ def test_documents_send_the_keys_that_tiles_use(ranks):
     def one_less(*where):
         plan = find_plan(*where)
 
-        def rest(of_ranks):
-            return [(every, rows[1:], heads, keys[1:]) for every, rows, heads, keys in of_ranks]
-
-        return plan._replace(used_by=rest(plan.used_by), used_of=rest(plan.used_of))
+        used_by, used_of = ([keys[1:] for keys in of] for of in (plan.used_by, plan.used_of))
+        return plan._replace(used_by=used_by, used_of=used_of)
 
     def work(rank):
         with mock.patch.object(pd, "find_plan", one_less):

@@ -196,7 +196,10 @@ class Layout(OneProcess):
         import zero_bubble as zb
 
         ranks = dist.get_world_size(self.pp)
-        self.schedule = dualpipe.find_schedule(name, ranks, self.microbatches)
+        rows = {"gpipe": pp.gpipe, "1f1b": pp.one_f_one_b, "interleaved": pp.interleaved}
+        rows |= {"zb-h1": zb.zb_h1, "zb-h2": zb.zb_h2, "zb-v": zb.zb_v}
+        rows["dualpipev"] = dualpipe.dualpipev
+        self.schedule = pp.Schedule(rows[name](r, ranks, self.microbatches) for r in range(ranks))
         layers = list(self.model)
         self.pipeline = zb.SplitPipeline
         if self.turns:
