@@ -35,7 +35,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable  # refuses a gradient of a gradient
 
-from tensor_parallel import Enter, Leave, parallelize_tensors, placement, share_ranks, split_over
+from tensor_parallel import Enter, Leave, parallelize_tensors, placement
 
 # --- f and g, in place of tensor parallelism's. Their messages:
 #
@@ -167,8 +167,15 @@ def mark_partial(parameters, group):
     for p in parameters:
         where = placement(p)
         known = any(share_ranks(other, group) for other in where["partial"])  # as of shared heads
-        if not known and not split_over(p, group):
+        split = any(share_ranks(other, group) for other, _, _ in where["cuts"].values())
+        if not known and not split:
             p.placement = where | {"partial": [*where["partial"], group]}
+
+
+def share_ranks(group, other):
+    """Whether two groups have more ranks in common than this one."""
+    ranks = set(dist.get_process_group_ranks(group))
+    return len(ranks.intersection(dist.get_process_group_ranks(other))) > 1
 
 
 def reduce_partial(parameters):

@@ -43,12 +43,13 @@ from torch.autograd.function import once_differentiable  # refuses a gradient of
 
 
 class CopyToGroup(torch.autograd.Function):
-    """f: every rank's part of a layer uses x. Backward sums the gradients of all these uses."""
+    """f: every rank's part of a layer uses x. Backward sums the gradients of all these uses. What
+    reads x itself, such as the residual, is not summed."""
 
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
-        return x.view_as(x)  # what reads x itself, such as the residual, is not summed
+        return x
 
     @staticmethod
     @once_differentiable
@@ -150,10 +151,11 @@ class RowParallelLinear(nn.Module):
 #     t = dist.get_world_size(group)
 #     for block in model.blocks:
 #         attn, mlp = block.attn, block.mlp
-#         attn.norm = nn.Sequential(attn.norm, Enter(group))
+#         attn.norm = nn.Sequential(attn.norm, Enter(group))  # renames its parameters: load before
 #         attn.qkv = ColumnParallelLinear(attn.qkv, group)  # rows ordered by kv-head: see above
 #         attn.proj = RowParallelLinear(attn.proj, group)
-#         attn.heads //= t  # and attn.kv_heads, if forward reads it. t must divide both
+#         attn.heads //= t  # and what else its forward reads: t must divide heads and kv-heads, and
+#         # a rank's q, k and v are C/t wide
 #         mlp.norm = nn.Sequential(mlp.norm, Enter(group))
 #         mlp.up = ColumnParallelLinear(mlp.up, group)  # a gate likewise
 #         mlp.down = RowParallelLinear(mlp.down, group)
@@ -192,27 +194,15 @@ def shard_tensor(full, dim, index, shards):
 
 
 def placement(parameter):
-    """Where this rank's part of a parameter lies. Techniques write these into the attribute
-    p.placement, each what it knows:
+    """Where this rank's part of a parameter lies, a dict in the attribute p.placement:
 
     shape      the shape of the whole parameter
     cuts       {dimension: (group, start, length)}: this rank has whole[start : start + length], the
                other ranks of the group have other parts
-    partial    [group]: after backward p.grad is a partial sum, to be added up over the group
-    data       its own data-parallel group, as experts have (composition.py)"""
+
+    Other techniques add entries (composition.py has the list)."""
     default = dict(shape=tuple(parameter.shape), cuts={}, partial=[], data=None)
     return default | getattr(parameter, "placement", {})
-
-
-def split_over(parameter, group):
-    """Whether ranks of the group have different shards of the parameter."""
-    return any(share_ranks(other, group) for other, _, _ in placement(parameter)["cuts"].values())
-
-
-def share_ranks(group, other):
-    """Whether two groups have more ranks in common than this one."""
-    ranks = set(dist.get_process_group_ranks(group))
-    return len(ranks.intersection(dist.get_process_group_ranks(other))) > 1
 
 
 def shard(parameter, dim, group):
@@ -222,7 +212,7 @@ def shard(parameter, dim, group):
         return None
     dim, group = dim % parameter.dim(), group or dist.group.WORLD
     cuts = placement(parameter)["cuts"]
-    if dim in cuts or split_over(parameter, group):
+    if dim in cuts or group in [over for over, _, _ in cuts.values()]:
         raise ValueError("this parameter is a shard already: cut it once, and tie its shards")
     index, shards = dist.get_rank(group), dist.get_world_size(group)
     full = parameter.detach()
@@ -323,18 +313,18 @@ class VocabParallelCrossEntropy(nn.Module):
 
 @torch.no_grad()
 def grad_norm(parameters, group):
-    """The norm of the whole gradient, a float64 scalar, the same on every rank. A rank's square
-    counts once for each different part: a whole parameter's t equal ones as t times 1/t."""
-    t, gradients = dist.get_world_size(group), {}  # {number of different parts: gradients}
+    """The norm of the whole gradient, a float64 scalar, the same on every rank. If c ranks hold a
+    gradient alike, each adds a c-th of its square: all of a shard's, 1/t of a whole parameter's."""
+    t, gradients = dist.get_world_size(group), {}  # {c: gradients}
     for p in parameters:
         if p.grad is not None:
             cuts = placement(p)["cuts"].values()
-            parts = math.prod(dist.get_world_size(cut_over) for cut_over, _, _ in cuts)
-            gradients.setdefault(parts, []).append(p.grad)
+            shards = math.prod(dist.get_world_size(over) for over, _, _ in cuts)
+            gradients.setdefault(t / shards, []).append(p.grad)
     square = 0.0
-    for parts, held in gradients.items():
+    for copies, held in gradients.items():
         norms = torch.stack(torch._foreach_norm(held, dtype=torch.float64))
-        square = square + norms.square().sum() * parts / t
+        square = square + norms.square().sum() / copies
     dist.all_reduce(square, group=group)
     return square.sqrt()
 
@@ -346,16 +336,18 @@ def check_replicas_agree(parameters, group):
     """Refuse NaN, and gradients of whole parameters that differ between ranks by more than
     rounding: an f or a sum is missing. Call it after backward, in the first step only: it makes the
     host wait."""
-    whole = [p.grad for p in parameters if p.grad is not None and not placement(p)["cuts"]]
-    norm = torch.stack(torch._foreach_norm(whole, dtype=torch.float64)).norm()
-    norms = [torch.empty_like(norm) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(norms, norm, group=group)
-    norms = torch.stack(norms)  # whose max is NaN if one of them is
-    if not norms.max() - norms.min() <= 5e-4 * norms.max():  # above bfloat16's rounding
-        found = ", ".join(f"{n:.6g}" for n in norms)
+    whole = [p for p in parameters if p.grad is not None and not placement(p)["cuts"]]
+    norms = torch.stack(torch._foreach_norm([p.grad for p in whole], dtype=torch.float64))
+    of_ranks = [torch.empty_like(norms) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(of_ranks, norms, group=group)
+    low, high = torch.stack(of_ranks).aminmax(dim=0)  # for each parameter. NaN if one of them is
+    differ = ~(high - low <= 5e-4 * high)  # above bfloat16's rounding
+    if differ.any():
+        i = differ.nonzero()[0].item()
         raise RuntimeError(
-            f"the ranks' gradients of whole parameters differ, in norm {found}: "
-            "give all ranks the same tokens, put Enter before layers, complete partial gradients"
+            f"the ranks' gradients of whole parameters differ, {differ.sum()} of {len(whole)}, the "
+            f"first of shape {list(whole[i].shape)}, in norm {low[i]:.6g} to {high[i]:.6g}: give "
+            "all ranks the same tokens, put Enter before layers, complete partial gradients"
         )
 
 
@@ -377,13 +369,9 @@ def parallelize_tensors(model, group, heads_groups=None, whole_experts=False):
             attn.qkv = SharedHeads(attn, *heads_groups)
             attn.queries_per_kv //= dist.get_world_size(heads_groups[1])
         attn.proj = RowParallelLinear(attn.proj, group)
-        if model.config.experts and not whole_experts:
-            mlp.enter = Enter(group)
-            mlp.leave = Leave(group)
-            mlp.experts.gate = shard(mlp.experts.gate, 1, group)  # (E, out, in)
-            mlp.experts.up = shard(mlp.experts.up, 1, group)
-            mlp.experts.down = shard(mlp.experts.down, 2, group)
         if model.config.experts:
+            if not whole_experts:
+                cut_experts(mlp, group)
             mlp = mlp.shared  # None, or an ordinary MLP beside the experts. The router stays whole
         if mlp is not None:
             mlp.enter = Enter(group)
@@ -402,13 +390,18 @@ def parallelize_tensors(model, group, heads_groups=None, whole_experts=False):
     return model
 
 
+def cut_experts(mixture, group):
+    mixture.enter = Enter(group)
+    mixture.leave = Leave(group)
+    experts = mixture.experts  # their weights are (E, out, in)
+    experts.gate, experts.up = shard(experts.gate, 1, group), shard(experts.up, 1, group)
+    experts.down = shard(experts.down, 2, group)
+
+
 def check_heads(config, t):
     """Raise ValueError unless each of t ranks gets whole kv-heads, or shares one with others."""
     heads, kv_heads = config.heads, config.kv_heads  # heads are a multiple of kv_heads
-    fits = []
-    for n in range(1, heads + 1):
-        if kv_heads % n == 0 or (n % kv_heads == 0 and heads % n == 0):
-            fits.append(n)
+    fits = [n for n in range(1, heads + 1) if heads % n == 0 and 0 in (kv_heads % n, n % kv_heads)]
     if t not in fits:
         raise ValueError(
             f"{heads} heads and {kv_heads} kv-heads do not divide over {t} tensor-parallel ranks: "
@@ -419,7 +412,8 @@ def check_heads(config, t):
 class SharedHeads(ColumnParallelLinear):
     """qkv where ranks outnumber the kv-heads: each head has several ranks. A rank holds all rows of
     its head, q..q k v, but computes k, v and its own part of the q heads only. So its gradient is a
-    partial sum over these ranks.
+    partial sum. After backward, before grad_norm, all-reduce it over each group in the "partial" of
+    its placement.
 
     heads_group    ranks with different kv-heads, one of each
     sharing_group  ranks that share this one's kv-head"""
@@ -442,16 +436,6 @@ class SharedHeads(ColumnParallelLinear):
         return x[self] if isinstance(x, dict) else F.linear(x, *self.used())
 
 
-def heads_groups_of(config):
-    """(heads_group, sharing_group) of SharedHeads. None, unless ranks outnumber the kv-heads."""
-    ranks = torch.arange(dist.get_world_size())
-    if len(ranks) <= config.kv_heads:
-        return None
-    sharing = ranks.view(config.kv_heads, -1)
-    groups = [dist.new_subgroups_by_enumeration(rows.tolist())[0] for rows in (sharing.T, sharing)]
-    return tuple(groups)
-
-
 # --- demo ---
 
 import harness
@@ -465,6 +449,16 @@ def main():
     config = harness.configure(args)
     harness.check_batch(args, 1)
     proof.launch(demo, args, check=lambda world: check_heads(config, world))
+
+
+def heads_groups_of(config):
+    """(heads_group, sharing_group) of SharedHeads. None, unless ranks outnumber the kv-heads."""
+    ranks = torch.arange(dist.get_world_size())
+    if len(ranks) <= config.kv_heads:
+        return None
+    sharing = ranks.view(config.kv_heads, -1)
+    groups = [dist.new_subgroups_by_enumeration(rows.tolist())[0] for rows in (sharing.T, sharing)]
+    return tuple(groups)
 
 
 def demo(run):  # a proof.Run: batches, log, and the receipt that compares with one process
