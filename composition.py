@@ -389,7 +389,7 @@ def demo(run):
         run.check(loss, norm, model.named)
         harness.clip(parameters, norm, args.grad_clip)
         optimizer.step()
-        run.log(loss, norm)
+        run.log()
 
     sizes = sizes_of(args, run.config, dp.size())
     tensors, held = receipts.tensor_parallel.expected(sizes, Group("tp", args.tp))
@@ -433,7 +433,7 @@ def train(run, model, composed, tp, dp):
         run.check(loss, norm, lambda: composed.gather_full(model.named()))
         composed.clip(norm, run.args.grad_clip)
         composed.step()
-        run.log(loss, norm)
+        run.log()
 
 
 if __name__ == "__main__":

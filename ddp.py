@@ -275,7 +275,7 @@ def demo(run):  # run: the harness's data, receipt and checks
         run.check(loss, norm, model.named)  # ends the run if they are not finite
         harness.clip(parameters, norm, args.grad_clip)
         optimizer.step()
-        run.log(loss, norm)
+        run.log()
     return run.receipt(*receipt.of_demo(run, sync, started))
 
 

@@ -339,7 +339,7 @@ def demo(run):
         run.check(loss, norm, model.named)
         harness.clip(parameters, norm, args.grad_clip)
         optimizer.step()
-        run.log(loss, norm)
+        run.log()
     return run.receipt(*receipts.dualpipe.of_demo(run, schedule, layers, row_counter))
 
 

@@ -463,7 +463,7 @@ def demo(run):
         run.check(loss, norm, model.named)
         harness.clip(parameters, norm, args.grad_clip)
         optimizer.step()
-        run.log(loss, norm)
+        run.log()
         report.after(step)
         # Zeroes the routers' loads; with --bias-rate moves their biases towards an even one
         rebalance(model, lambda load: dist.all_reduce(load, group=group))

@@ -474,7 +474,7 @@ def demo(run):
         run.check(loss, norm, lambda: muon.gather_full(model.named()))
         muon.clip(norm, args.grad_clip)
         muon.step()
-        run.log(loss, norm)
+        run.log()
     return run.receipt(*receipts.muon.of_demo(run, muon, started_in_backward))
 
 

@@ -369,7 +369,7 @@ def demo(run):
         run.check(loss, norm, model.named)
         harness.clip(parameters, norm, args.grad_clip)
         optimizer.step()
-        run.log(loss, norm)
+        run.log()
     return run.receipt(*receipts.context_parallel.of_demo(run, len(held), find_plan=find_plan))
 
 

@@ -184,7 +184,7 @@ def synchronous(run, model, parameters, optimizer):
         run.check(loss, norm, lambda: [(n, p) for n, p in model.named() if p.grad is not None])
         harness.clip(parameters, norm, run.args.grad_clip)
         optimizer.step()
-        run.log(loss, norm)
+        run.log()
     return run.receipt(*receipt.synchronous(run))
 
 
@@ -205,7 +205,7 @@ def asynchronous(run, model, parameters, optimizer):
             run.check(loss, norm, model.named, group=alone)
             harness.clip(parameters, norm, run.args.grad_clip)
             optimizer.step()
-            run.log(loss, norm)
+            run.log()
         elif step % (run.world - 1) == run.rank - 1:  # a batch of this worker's
             with reference.ledger:
                 pull(parameters, group)

@@ -567,7 +567,7 @@ def demo(run):
         run.check(loss, norm, model.named)
         harness.clip(parameters, norm, args.grad_clip)
         optimizer.step()
-        run.log(loss, norm)
+        run.log()
     return receipts.pipeline.receipt(run, schedule, layers, in_w)
 
 

@@ -326,7 +326,7 @@ def demo(run):
         run.check(loss, norm, model.named)
         harness.clip(parameters, norm, args.grad_clip)
         optimizer.step()
-        run.log(loss, norm)
+        run.log()
     sizes = sizes_of(args, run.config, tp=run.world, sp=True)
     ranks, scatter = Group("tp", run.world), scatter_operation(group)
     sent, held = receipts.sequence_parallel.expected(sizes, ranks, scatter)

@@ -270,7 +270,7 @@ def demo(run):
         run.check(loss, norm, model.named)
         harness.clip(parameters, norm, args.grad_clip)
         optimizer.step()
-        run.log(loss, norm)
+        run.log()
 
     ranks, layout = Group("tp", run.world), {"tp": run.world}
     if not args.sp:

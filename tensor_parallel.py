@@ -482,7 +482,7 @@ def demo(run):  # a proof.Run: batches, log, and the receipt that compares with 
         run.check(loss, norm, model.named)
         harness.clip(parameters, norm, args.grad_clip)
         optimizer.step()
-        run.log(loss, norm)
+        run.log()
     sizes = sizes_of(args, run.config, tp=run.world)
     sent, held = receipts.tensor_parallel.expected(sizes, Group("tp", run.world))
     return run.receipt({"tp": run.world}, sent, held)

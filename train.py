@@ -45,7 +45,6 @@ import dualpipe
 import expert_parallel
 import fsdp
 import mixture
-import model as gpt
 import muon
 import muon_in_grid
 import packed_documents
@@ -66,43 +65,17 @@ from trainer.layout import cp_shape, open_groups, prepare, schedule_of
 from trainer.runner import Runner
 
 
-def train_step(runner, batches, record):
-    """One step on this rank, in any layout. batches: its replica's micro-batches. Returns (the loss
-    of all tokens, the gradient norm, whether the step counts)."""
-    run, optimizer, groups = runner.run, runner.optimizer, runner.groups
-    optimizer.zero_grad()
-    # A pipeline of stages, of one stage without --pp: every layout runs through the same executor
-    loss = runner.forward_backward(batches)  # of this rank's tokens; 0 without the last stage
-    optimizer.finish()  # waits for the gradients' sums over replicas, which began in backward
-    harness.sum_over([groups["dp"], groups["pp"]], loss)  # of all tokens, on every rank
-    # Of the whole model's gradient: all ranks clip alike
-    norm = optimizer.grad_norm([groups["tp"]], groups["pp"])
-    record(batches, loss, norm)  # --record
-
-    # A loss or norm that is not finite must not reach the weights. The device decides that itself,
-    # so the host can queue the step now, and read both numbers later
-    found_inf = run.start_check(loss, norm, runner.full_parameters)
-    skip_where(found_inf, optimizer)
-    optimizer.clip(norm, run.args.grad_clip)
-    optimizer.step()
-    # If the step was skipped, its passes run again, to name the first gradient that is not finite
-    find_culprit = functools.partial(first_nonfinite, runner, batches)
-    return loss, norm, run.end_check(find_culprit, group=groups.get("island"))
-
-
 def train(run, schedule=None):
     """Train on this rank, and return the exit code. A dry run passes a schedule of its own."""
     args = run.args
-    if schedule is None:
-        schedule = schedule_of(args)
-
+    schedule = schedule or schedule_of(args)
     groups = mesh(args, schedule, run.config)
     run.groups(**groups)  # the receipt counts by these names
     open_groups(groups, run.device)  # nccl connects ranks at their first message: not in a step
     pipeline.open_links(groups["down"] + groups["up"], schedule, run.device)
     model = build(run, schedule, groups)
     optimizer = data_parallel(run, model, groups)
-    runner = Runner(run, schedule, groups, model, optimizer, forward)
+    runner = Runner(run, schedule, groups, model, optimizer)
     tracking.describe(run, schedule)
 
     # What goes with it. Each does nothing unless its flags ask for it
@@ -111,14 +84,14 @@ def train(run, schedule=None):
     first = checkpoints.load_newest()  # with --resume. The step to begin with
     sampling.show_untrained(runner, first)
 
-    # run.steps yields step numbers. Before each it sets the learning rate; of one it counts the
-    # bytes, for the receipt; after the first few it trains one process, to compare (--prove)
+    # run.steps yields step numbers. It also sets the learning rate, counts the bytes of one step,
+    # and compares the first ones with one process (--prove)
     steps = tracking.profiled(run, run.steps(optimizer, first, averaging.reference))
     with tracking.open_log(run, first) as log_row, recording.recorded(runner, first) as record:
         for step in steps:
-            loss, norm, taken = train_step(runner, runner.batches(step), record)
+            taken = train_step(runner, runner.batches(step), record)
             if taken:
-                run.log(loss, norm, tracking.mfu(run))
+                run.log(tracking.mfu(run))
             mixture.rebalance(model, runner.sum_load, taken)  # moves routers' biases
             averaging.average_if_due(step)  # --islands
             log_row(run.history[-1])  # run.log's; an empty one if the step was skipped
@@ -135,20 +108,28 @@ def train(run, schedule=None):
     return code
 
 
-def forward(stage, x, micro_batch, positions, starts, target_count):
-    """A micro-batch in one stage of model.py's GPT, called by forward_backward. What the mesh does:
+def train_step(runner, batches, record):
+    """One step on this rank, in any layout. batches: its replica's micro-batches. Returns whether
+    the step counts."""
+    run, optimizer, groups = runner.run, runner.optimizer, runner.groups
+    optimizer.zero_grad()
+    # A pipeline, of one stage without --pp: every layout runs through pipeline.py's executor
+    loss = runner.forward_backward(batches)  # of this rank's tokens; 0 without the last stage
+    optimizer.finish()  # waits for the gradients' sums over replicas, which began in backward
+    harness.sum_over([groups["dp"], groups["pp"]], loss)  # of all tokens, on every rank
+    # Of the whole model's gradient: all ranks clip alike
+    norm = optimizer.grad_norm([groups["tp"]], groups["pp"])
+    record(batches, loss, norm)  # --record
 
-    dp          its rows are this replica's
-    cp          of each sequence this rank has these positions, (T/cp,)
-    pp          x is None in the first stage, else the activations of the stage before
-    tp, sp, ep  act within the layers"""
-    tokens, targets, sample_ids = micro_batch  # of whole sequences, on every stage
-    if x is None:
-        x = context_parallel.shard_sequence(tokens, positions)
-    if targets is not None:
-        targets = context_parallel.shard_sequence(targets, positions, gpt.IGNORE)
-    positions = positions.clamp(max=tokens.shape[1] - 1)  # padding must have some position
-    return stage(x, positions, targets, target_count, sample_ids, starts)
+    # A loss or norm that is not finite must not reach the weights. The device decides that itself,
+    # so the host can queue the step now, and read both numbers later
+    found_inf = run.start_check(loss, norm, runner.full_parameters)
+    skip_where(found_inf, optimizer)
+    optimizer.clip(norm, run.args.grad_clip)
+    optimizer.step()
+    # If the step was skipped, its passes run again, to name the first gradient that is not finite
+    find_culprit = functools.partial(first_nonfinite, runner, batches)
+    return run.end_check(find_culprit, group=groups.get("island"))
 
 
 # --- the mesh
@@ -166,7 +147,7 @@ def mesh(args, schedule, config):
                      ranks that share one
     tied             the pp ranks, one or two, with a tied matrix: their gradients of it add up
     island, islands  ranks of one island; ranks with the same place in every island
-    down, up         messages of a pipeline, activations and gradients: pipeline.make_links"""
+    down, up         a pipeline's activations and gradients, each to later and to earlier ranks"""
     size = args.islands, args.pp, args.dp, args.cp, args.tp
     ranks = torch.arange(math.prod(size)).view(size)  # (islands, pp, dp, cp, tp)
     # Views of them with the ranks of a group last: each row is one group. "..." is islands
@@ -199,7 +180,8 @@ def mesh(args, schedule, config):
         return own
 
     groups = {name: own_group(view) for name, view in views.items()}
-    links = [own_group(pp) for _ in range(4)]  # in fewer two messages could block each other
+    # nccl sends a group's messages one after the other: in fewer groups two could block each other
+    links = [own_group(pp) for _ in range(4)]
     return groups | {"down": links[:2], "up": links[2:]}
 
 

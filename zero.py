@@ -616,7 +616,7 @@ def demo(run):
         run.check(loss, norm, lambda: zero.gather_full(model.named()))
         zero.clip(norm, args.grad_clip)
         zero.step()
-        run.log(loss, norm)
+        run.log()
     return run.receipt(*receipts.zero.of_demo(run))
 
 

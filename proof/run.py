@@ -6,7 +6,7 @@
         ...                                     forward, backward, sum of the gradients, norm
         run.check(loss, norm, model.named)      stops at NaN; keeps gradients for the proof
         ...                                     clip, optimizer.step()
-        run.log(loss, norm)                     prints a line, adds a row to the history
+        run.log()                               prints a line, adds a row to the history
     return run.receipt(layout, sent, held)      prints the receipt; returns the exit code
 """
 
@@ -187,8 +187,8 @@ class Run(rank.TrainingRank):
         self.history.append(row)
         self.restart_clock()
 
-    def log(self, loss, norm, mfu=None):
-        """End a step, whose loss and norm check() has read: print a line, and add a row to the
+    def log(self, mfu=None):
+        """End a step: print the loss and the norm, which check() has read, and add a row to the
         history. Shows mfu(tokens/s) too, if mfu is given."""
         self.watching.close()
         rate = self.target_count / (time.perf_counter() - self.last)

@@ -11,16 +11,18 @@ import packed_documents
 import pipeline
 import receipts.train
 import zero_bubble
+from context_parallel import shard_sequence
 from harness import documents
+from model import IGNORE
 from trainer import layout
 
 
 class Runner:
-    """groups, model, optimizer, forward: of train.py's functions."""
+    """groups, model, optimizer: of train.py's functions."""
 
-    def __init__(self, run, schedule, groups, model, optimizer, forward):
-        self.run, self.schedule, self.groups, self.model = run, schedule, groups, model
-        self.optimizer, self.forward = optimizer, forward
+    def __init__(self, run, schedule, groups, model, optimizer):
+        self.run, self.schedule, self.groups = run, schedule, groups
+        self.model, self.optimizer = model, optimizer
         # Which part of the batches is this rank's: islands have batches of their own
         island = run.rank // (run.world // run.args.islands)
         self.replica = island * run.args.dp + dist.get_rank(groups["dp"]) // run.args.cp
@@ -62,7 +64,13 @@ class Runner:
             held = [self.positions_of(length, of_batch) for of_batch in starts]
 
         def forward(stage, m, x):
-            return self.forward(self.model[stage], x, batches[m], held[m], starts[m], target_count)
+            tokens, targets, samples = batches[m]  # of whole sequences, on every stage
+            if x is None:  # the first stage. Others get activations of the stage before
+                x = shard_sequence(tokens, held[m])
+            if targets is not None:
+                targets = shard_sequence(targets, held[m], IGNORE)
+            positions = held[m].clamp(max=length - 1)  # padding must have some position
+            return self.model[stage](x, positions, targets, target_count, samples, starts[m])
 
         tokens_held = len(held[0]) // args.tp if args.sp else len(held[0])  # in a message
         shape, dtype = (rows, tokens_held, run.config.width), harness.DTYPES[args.param_dtype]

@@ -80,13 +80,8 @@ def logits_after(runner, window):
     if not results or not len(last):
         return None
     logits = results[0][0, last[0]]
-    if runner.run.args.tp > 1:
-        logits = gather_logits(logits, runner.run.config.vocab, runner.groups["tp"])
+    if runner.run.args.tp > 1:  # a rank has V/t of them
+        parts = [torch.empty_like(logits) for _ in range(runner.run.args.tp)]
+        dist.all_gather(parts, logits, group=runner.groups["tp"])
+        logits = torch.cat(parts)[: runner.run.config.vocab]
     return logits
-
-
-def gather_logits(logits, vocab, group):
-    """All logits (..., V) on every rank, for sampling, from each rank's (..., V / t)."""
-    parts = [torch.empty_like(logits) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, logits.contiguous(), group=group)
-    return torch.cat(parts, dim=-1)[..., :vocab]

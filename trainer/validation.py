@@ -15,9 +15,8 @@ def add_flags(parser):
 
 def due(args, step):
     """Whether a validation follows this step, counted from 0: the last one always."""
-    if step + 1 == args.steps:
-        return True
-    return args.eval_every > 0 and (step + 1) % args.eval_every == 0
+    done, every = step + 1, args.eval_every
+    return done == args.steps or every > 0 and done % every == 0
 
 
 @torch.no_grad()
