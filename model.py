@@ -35,14 +35,13 @@ IGNORE = -1  # a target with this value adds nothing to the loss (torch's defaul
 
 @dataclass(frozen=True)
 class Config:
-    """The shape of a GPT. harness/presets.py has published ones. With other heads or another width
-    give kv_heads and hidden, too: they don't follow."""
+    """The shape of a GPT. harness/presets.py has published ones."""
 
     layers: int = 4
     heads: int = 4
-    kv_heads: int = 4  # fewer than heads: grouped-query attention (Ainslie 2023, arXiv:2305.13245)
+    kv_heads: int = 0  # 0: as many as heads. Fewer: grouped-query attention (arXiv:2305.13245)
     width: int = 128  # C
-    hidden: int = 512  # inner width of the MLP, or of each expert
+    hidden: int = 0  # inner width of the MLP, or of each expert. 0: 4 x width
     context: int = 128  # the longest sequence
     vocab: int = 257  # 256 bytes, and a mark between documents
     positions: Literal["learned", "rope"] = "learned"
@@ -69,6 +68,8 @@ class Config:
     bias_rate: float = 0.0  # step of a bias for the choice
 
     def __post_init__(self):
+        for name, default in (("kv_heads", self.heads), ("hidden", 4 * self.width)):
+            object.__setattr__(self, name, getattr(self, name) or default)  # it is frozen
         check_config(self)
 
 
