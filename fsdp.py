@@ -102,7 +102,7 @@ class PlainFSDP:
 #
 # Beside ZeRO's stage 2 this is new: a unit's parameters are one bucket, whose weights come and go.
 # _before_forward   A unit begins: wait for its weights, and start to gather the next unit's.
-# _after_forward    It ends: free its weights. The last unit's stay for backward.
+# _after_forward    It ends: hooks on its outputs see its backward begin. The next unit frees it.
 # _before_backward  The same in reverse order. First free the unit that is done.
 # update_weights    The end of step(). Nothing is sent: the next forward gathers the new weights.
 
@@ -180,7 +180,7 @@ class FSDP(ZeRO):
     ):
         self.reshard = reshard
         self.unit_in_backward = None  # the one whose backward is running
-        self.gathered_ahead = None  # the one whose weights are there early: likely to run next
+        self.held = ()  # the one that runs or ran last, and the one that is likely to be next
         self.units = self.make_units(model, units)
         self.units_of = dict.fromkeys(model.parameters(), ())  # two use a tied matrix
         for unit in self.units:
@@ -223,10 +223,8 @@ class FSDP(ZeRO):
         outputs = outputs_with_gradient(module, inputs, keyword_inputs, output)
         for t in outputs:
             t.register_hook(partial(self._before_backward, unit))
-        if not outputs or (self.reshard and unit.next):  # no outputs: no backward will follow
+        if not outputs:  # no backward will follow
             unit.release()
-        elif self.reshard:  # the last unit's backward is likely to be next. If not, _enter frees it
-            self.gathered_ahead = unit
 
     def _before_backward(self, unit, gradient):  # the hook of each output: its gradient is there
         if self.unit_in_backward is unit:  # another output's hook came first
@@ -244,18 +242,19 @@ class FSDP(ZeRO):
 
     def _enter(self, unit, likely_next):
         """`unit` runs now, forward or backward. Start to gather the one that is likely next."""
-        if self.gathered_ahead not in (unit, None):
-            self.gathered_ahead.release()  # a wrong guess
+        for other in self.held if self.reshard else ():
+            if other not in (unit, self.unit_in_backward):
+                other.release()
         unit.gather()
         await_weights(unit.buckets)
         if likely_next is not None:
             likely_next.gather()
-        self.gathered_ahead = likely_next
+        self.held = [u for u in (unit, likely_next) if u]
 
     def release_all(self):
         for unit in self.running_units():
             unit.release()
-        self.gathered_ahead = self.unit_in_backward = None
+        self.held, self.unit_in_backward = (), None
 
     def running_units(self):  # composition.py: those of one pipeline stage
         return self.units
