@@ -7,23 +7,24 @@
 Order     First a technique cuts the model: its tensors, its experts or its layers. Then data
           parallelism (DDP, ZeRO, FSDP) takes a rank's shards as the model of its column.
 Sum       A gradient is summed over the ranks that have the same shard and saw other data: over a
-          column. For some parameters the cutting technique says otherwise, by an attribute:
+          column. For some parameters the cutting technique says more, in an attribute, p.placement:
 
-    p.placement = {
-        "shape":   shape of the whole parameter
-        "cuts":    {dimension: (group, start, length)}    the part that this rank has. The group's
-                   other ranks have the others. Dimension None: whole experts, other ones elsewhere
-        "partial": [group]       after backward p.grad is a partial sum: add over this group, too
-        "data":    group         sum over these ranks instead of the column: an expert's replicas
-    }
+    up.weight     {"cuts": {0: (tp, 256, 256)}}   tp rank 1 of 2 has rows 256 to 511 of (512, 128);
+                                                  the other ranks of the group have other rows
+    down.weight   {"cuts": {1: (tp, 256, 256)}}   the same units, here columns
+    norm.weight   {"partial": [tp]}               it saw a part of the tokens: sum over tp, too
+    an expert     {"cuts": {0: (ep, 2, 2)},       2 and 3 of (E, ...). Sum over its replicas, not
+                   "data": replicas}              over the column
 
-          A parameter without it is whole on every rank of a row.
+          "shape" is that of the whole parameter. One without the attribute, such as down's bias, is
+          whole on every rank of a row.
 Norm      Every element counts once. A rank squares its part of each gradient and divides by the
           number of ranks that have the same part. The whole grid adds up.
 Sent      As by each alone, but data parallelism sends only a rank's shards. For the norm 8 bytes
           per group. What sends most goes into the rows, on neighbours in a node: here tp.
 Use       docs/use/two-techniques.md has the loop for each pair, on a model of plain modules.
-Copy      The plain form stands alone. The classes need the tops of zero.py and fsdp.py, too.
+Copy      The plain form with its two checks stands alone. The classes need the tops of zero.py and
+          fsdp.py, too.
 
     torchrun --nproc_per_node=4 composition.py --tp 2           python train.py --tp 2 --zero 3
 
@@ -48,7 +49,7 @@ def sum_in_grid(parameters, data_group):
         grid = torch.arange(dist.get_world_size()).view(-1, t)          # t ranks in a row
         tp, _ = dist.new_subgroups_by_enumeration(grid.tolist())        # this rank's row
         dp, _ = dist.new_subgroups_by_enumeration(grid.T.tolist())      # its column
-        parallelize(model, tp)                       # cuts parameters, writes p.placement
+        cut(model, tp)                               # as tensor_parallel.py: writes p.placement
         for micro_batches, target_count in batches:  # of this row of ranks; targets of the batch
             optimizer.zero_grad()
             for x, y in micro_batches:
@@ -79,36 +80,19 @@ def groups_cutting(p):
     return [group for group, _, _ in placed(p, "cuts", {}).values()]
 
 
-def norm_in_grid(parameters, groups, pipeline_group=None):
-    """The norm of the whole model's gradient: a float64 scalar, the same on all ranks.
-
-    groups          those of the grid, as [dp, tp]: their ranks together hold every parameter
-    pipeline_group  the ranks with the other stages of a pipeline: of these only a tied matrix is on
-                    two"""
-    parts = [(p, p.grad, 1) for p in parameters if p.grad is not None]
-    return norm_of_parts(parts, groups, pipeline_group)
-
-
-def norm_of_parts(parts, groups, pipeline_group=None):
-    """parts: [(parameter, what this rank has of its gradient, the number of shards into which its
-    data-parallel ranks have split it)]."""
-    check_grid([p for p, _, _ in parts], groups)
-    gradients = {}  # {number of ranks that have the same part: gradients}
-    for p, gradient, shards in parts:
+def norm_in_grid(parameters, groups):
+    """The norm of the whole gradient, a float64 scalar, the same on all ranks. groups: those of the
+    grid, [dp, tp]. Their ranks together hold every parameter."""
+    trained = [p for p in parameters if p.grad is not None]
+    check_grid(trained, groups)
+    square = torch.zeros((), dtype=torch.float64, device=trained[0].device)
+    for p in trained:
         # All ranks' squares are added. 2 x 2 ranks, tp cuts a matrix and leaves its bias whole:
         # each half of the matrix is on 4 / 2 = 2 ranks, the bias on 4 / 1 = 4
-        copies = count_ranks(groups) / count_ranks(groups_cutting(p)) / shards
-        for group in placed(p, "partial", ()):
-            if is_within(group, pipeline_group):  # a tied matrix: two stages have its sum
-                copies *= dist.get_world_size(group)
-        gradients.setdefault(copies, []).append(gradient)
-    square = torch.zeros((), dtype=torch.float64, device=parts[0][1].device if parts else None)
-    for copies, equal in gradients.items():  # _foreach_norm: few kernels for many tensors
-        norms = torch.stack(torch._foreach_norm(equal, dtype=torch.float64))
-        square += norms.square().sum() / copies
-    for group in groups if pipeline_group is None else [*groups, pipeline_group]:
-        if dist.get_world_size(group) > 1:
-            dist.all_reduce(square, group=group)
+        copies = count_ranks(groups) / count_ranks(groups_cutting(p))
+        square += torch.linalg.vector_norm(p.grad, dtype=torch.float64).square() / copies
+    for group in groups:
+        dist.all_reduce(square, group=group)
     return square.sqrt()
 
 
@@ -116,18 +100,14 @@ def count_ranks(groups):
     return math.prod(dist.get_world_size(group) for group in groups)
 
 
-def is_within(inner, outer):
-    """Whether the ranks of a group are among those of another one, which may be None."""
-    if outer is None:
-        return False
-    ranks = set(dist.get_process_group_ranks(inner))
-    return ranks.issubset(dist.get_process_group_ranks(outer))
-
-
 # --- ZeRO and FSDP in a grid. Each of three classes adds one thing:
 #     InGrid           parameters that another technique has cut
 #     HybridSharding   a whole replica of the states on each node (HSDP)
 #     InPipeline       several stages on a rank, backward in two parts
+#
+# A method does its part and calls the next class's:
+#     make_bucket    InPipeline: its passes, InGrid: its group, HybridSharding: its node, then ZeRO
+#     finish         ZeRO: the sums that run, HybridSharding: over replicas, InGrid: partial sums
 
 
 class InGrid:
@@ -155,13 +135,43 @@ class InGrid:
                 dist.all_reduce(bucket.gradient_shard, group=group)
 
     def grad_norm(self, groups=(), pipeline_group=None):
-        """groups: those of the grid beside ZeRO's own, as [tp]. Else as norm_in_grid."""
+        """groups: those of the grid beside ZeRO's own, as [tp]. pipeline_group: the ranks with the
+        other stages of a pipeline."""
         self.finish()
         parts = []
         for bucket in self.trained_buckets:
             for i, p in enumerate(bucket.parameters):
                 parts.append((p, bucket.part_of(i, bucket.gradient_shard), bucket.ranks))
         return norm_of_parts(parts, [self.group, *groups], pipeline_group)
+
+
+def norm_of_parts(parts, groups, pipeline_group=None):
+    """norm_in_grid where a data-parallel rank has a shard of each gradient, in few kernels. parts:
+    [(parameter, what this rank has of its gradient, into how many shards it is split)]."""
+    check_grid([p for p, _, _ in parts], groups)
+    gradients = {}  # {number of ranks that have the same part: gradients}
+    for p, gradient, shards in parts:
+        copies = count_ranks(groups) / count_ranks(groups_cutting(p)) / shards
+        for group in placed(p, "partial", ()):
+            if is_within(group, pipeline_group):  # a tied matrix: two stages have its sum
+                copies *= dist.get_world_size(group)
+        gradients.setdefault(copies, []).append(gradient)
+    square = torch.zeros((), dtype=torch.float64, device=parts[0][1].device if parts else None)
+    for copies, equal in gradients.items():
+        norms = torch.stack(torch._foreach_norm(equal, dtype=torch.float64))
+        square += norms.square().sum() / copies
+    for group in groups if pipeline_group is None else [*groups, pipeline_group]:
+        if dist.get_world_size(group) > 1:
+            dist.all_reduce(square, group=group)
+    return square.sqrt()
+
+
+def is_within(inner, outer):
+    """Whether the ranks of a group are among those of another one, which may be None."""
+    if outer is None:
+        return False
+    ranks = set(dist.get_process_group_ranks(inner))
+    return ranks.issubset(dist.get_process_group_ranks(outer))
 
 
 class HybridSharding:
@@ -248,22 +258,8 @@ class InPipeline:
             super()._reduce_ready(anyway)
 
 
-# In this order: InGrid gives a bucket its data-parallel group, which HybridSharding splits into
-# nodes. Delete a base that you don't need, but don't swap two
-
-
-class ComposedZeRO(InPipeline, InGrid, HybridSharding, ZeRO):
-    """ZeRO with all three. The loop and the other arguments are ZeRO's.
-
-        zero = ComposedZeRO(model, dp, 1, torch.optim.AdamW, microbatches=2)
-        # the rest as with ZeRO, but for the norm
-        norm = zero.grad_norm([tp])
-
-    Options: those of ZeRO, hsdp and pipeline_stages."""
-
-
-class ComposedFSDP(InPipeline, InGrid, HybridSharding, FSDP):
-    """FSDP with all three, as ComposedZeRO. Each pipeline stage has units of its own."""
+class UnitsInPipeline(InPipeline):
+    """InPipeline for FSDP: each stage has units of its own."""
 
     def make_units(self, model, units):
         self.units_of_stage = {}
@@ -276,6 +272,22 @@ class ComposedFSDP(InPipeline, InGrid, HybridSharding, FSDP):
     def running_units(self):
         # Another stage's unit may still be between its forward and its backward
         return self.units if self.action is None else self.units_of_stage[self.action.stage]
+
+
+# Leave out a base that you don't need. InGrid stands before HybridSharding, which splits the group
+# that InGrid names: the other way round gradients would be summed over the nodes twice
+
+
+class ComposedZeRO(InPipeline, InGrid, HybridSharding, ZeRO):
+    """ZeRO with all three. The loop and the other arguments are ZeRO's.
+
+    zero = ComposedZeRO(model, dp, 1, torch.optim.AdamW, microbatches=2)
+    # the rest as with ZeRO, but for the norm
+    norm = zero.grad_norm([tp])"""
+
+
+class ComposedFSDP(UnitsInPipeline, InGrid, HybridSharding, FSDP):
+    """FSDP with all three, as ComposedZeRO."""
 
 
 # --- mistakes that would be silent: refused
@@ -414,8 +426,8 @@ def demo_zero(run):
     sizes = sizes_of(args, run.config, dp.size())
     tensors, _ = receipts.tensor_parallel.expected(sizes, Group("tp", args.tp), partial=False)
     group, passes = Group("dp", dp.size(), dp.rank()), [("F", 0), ("B", 0)] * args.microbatches
-    where = scatter_operation(dp), passes, [receipts.zero.Split(group)]
-    data, held = receipts.zero.expected(sizes, group, stage, args, *where)
+    operation, splits = scatter_operation(dp), [receipts.zero.Split(group)]
+    data, held = receipts.zero.expected(sizes, group, stage, args, operation, passes, splits)
     return run.receipt({"dp": dp.size(), "tp": args.tp, "zero": stage}, add(tensors, data), held)
 
 

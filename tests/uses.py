@@ -377,9 +377,12 @@ class Layout(OneProcess):
         parameters = list(self.trained.parameters())
         for ranks in (self.tp, self.ep) if self.with_experts else (self.tp,):
             tensor_parallel.check_replicas_agree(parameters, ranks)
-        where = [self.data, self.tp], self.pp if self.stages else None
-        norm = composition.norm_in_grid(parameters, *where)
-        if self.t > 1 and not self.stages and not self.with_experts:
+        groups = [self.data, self.tp]
+        if self.stages:
+            parts = [(p, p.grad, 1) for p in parameters if p.grad is not None]
+            return composition.norm_of_parts(parts, groups, self.pp)
+        norm = composition.norm_in_grid(parameters, groups)
+        if self.t > 1 and not self.with_experts:
             torch.testing.assert_close(tensor_parallel.grad_norm(parameters, self.tp), norm)
         return norm
 
