@@ -359,9 +359,8 @@ def launch(args, demo):
 
     def check(world):
         args.tp = args.tp or min(2, world)
-        if world % args.tp or config.kv_heads % args.tp:
-            fits = f"the {world} ranks and the {config.kv_heads} key/value heads"
-            raise harness.Refused(f"--tp {args.tp} does not divide {fits}: give a divisor of both")
+        if world % args.tp:
+            raise harness.Refused(f"--tp {args.tp} does not divide {world} ranks: give a divisor")
         tensor_parallel.check_heads(config, args.tp)
         harness.check_batch(args, world // args.tp)
 
@@ -424,7 +423,7 @@ def demo_zero(run):
     train(run, model, zero, tp, dp)
 
     sizes = sizes_of(args, run.config, dp.size())
-    tensors, _ = receipts.tensor_parallel.expected(sizes, Group("tp", args.tp), partial=False)
+    tensors, _ = receipts.tensor_parallel.expected(sizes, Group("tp", args.tp))
     group, passes = Group("dp", dp.size(), dp.rank()), [("F", 0), ("B", 0)] * args.microbatches
     operation, splits = scatter_operation(dp), [receipts.zero.Split(group)]
     data, held = receipts.zero.expected(sizes, group, stage, args, operation, passes, splits)

@@ -172,7 +172,7 @@ def demo(run):
 
     sizes = sizes_of(args, run.config, dp.size())
     groups = {"dp": Group("dp", dp.size()), "tp": Group("tp", args.tp)}
-    tensors, _ = receipts.tensor_parallel.expected(sizes, groups["tp"], partial=False)
+    tensors, _ = receipts.tensor_parallel.expected(sizes, groups["tp"])
     owned = receipts.muon.owned_by(muon, {"tp": tp})
     sent, held = receipts.muon.expected(sizes, groups, owned)
     layout = {"dp": dp.size(), "tp": args.tp, "optimizer": "muon"}

@@ -142,8 +142,9 @@ def shard_tokens(full, group):
 #
 #     model.embed.leave = Leave(group, ReduceScatterTokens)
 #     for block in model.blocks:
-#         for part, last in (block.attn, block.attn.proj), (block.mlp, block.mlp.down):
-#             part.norm[1] = Enter(group, GatherTokens)  # norm is Sequential(norm, Enter)
+#         attn, mlp = block.attn, block.mlp
+#         for first, last in (attn.qkv, attn.proj), (mlp.up, mlp.down):
+#             first[0] = Enter(group, GatherTokens)  # it is Sequential(Enter, the layer)
 #             last.leave = Leave(group, ReduceScatterTokens)
 #     model.head[0] = Enter(group, GatherTokens)
 #     mark_partial(model.parameters(), group)
@@ -166,7 +167,7 @@ def mark_partial(parameters, group):
     group = group or dist.group.WORLD
     for p in parameters:
         where = placement(p)
-        known = any(share_ranks(other, group) for other in where["partial"])  # as of shared heads
+        known = any(share_ranks(other, group) for other in where["partial"])
         split = any(share_ranks(other, group) for other, _, _ in where["cuts"].values())
         if not known and not split:
             p.placement = where | {"partial": [*where["partial"], group]}
@@ -238,7 +239,7 @@ def check_tokens(config, t):
         )
 
 
-def parallelize_sequence(model, group, heads_groups=None, whole_experts=False):
+def parallelize_sequence(model, group, whole_experts=False):
     """parallelize_tensors, then f and g replaced. Raises ValueError like that. Give every rank the
     whole tokens, targets, positions and sample_ids. After backward call `reduce_partial`.
     A pipeline stage without an embedding takes x (B, T/t, C) of the stage before, and needs
@@ -246,7 +247,7 @@ def parallelize_sequence(model, group, heads_groups=None, whole_experts=False):
 
     whole_experts: leave the experts as they are. Each rank sends its own tokens to them, so cut
     them with expert_parallel.py over all tensor-parallel ranks, before or after this."""
-    parallelize_tensors(model, group, heads_groups, whole_experts)
+    parallelize_tensors(model, group, whole_experts)
     if model.embed is not None:
         model.embed.token.leave = Leave(group, ReduceScatterTokens)
         shard_last_argument(model.embed.drop, group)  # see below
@@ -309,9 +310,8 @@ def main():
 
 def demo(run):
     args, group = run.args, dist.group.WORLD
-    heads_groups = tensor_parallel.heads_groups_of(run.config)
-    run.groups(tp=group, kv=heads_groups and heads_groups[1])
-    model = run.fill(parallelize_sequence(run.meta_model(), group, heads_groups))
+    run.groups(tp=group)
+    model = run.fill(parallelize_sequence(run.meta_model(), group))
     parameters = list(model.parameters())
     optimizer = harness.make_optimizer(parameters, args)
     for step in run.steps(optimizer):

@@ -27,6 +27,8 @@ Shoeybi et al. 2019, arXiv:1909.08053. The order: Megatron-LM's
 LinearWithGradAccumulationAndAsyncCommunication. Korthikanti et al. 2022, arXiv:2205.05198.
 """
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -34,7 +36,7 @@ from torch.autograd.function import once_differentiable  # refuses a gradient of
 from torch.overrides import has_torch_function
 
 from sequence_parallel import GatherTokens, gather_tokens, start_gather, start_reduce_scatter
-from tensor_parallel import Enter, SharedHeads
+from tensor_parallel import Enter
 
 # --- the plainest form: f and one layer
 
@@ -70,16 +72,19 @@ class EnterAndProject(Enter):
     """Takes the place of an Enter, of tensor or of sequence parallelism, and computes the layers
     behind it. It returns {layer: its output}, from which each ColumnParallelLinear takes its own.
 
-        attn.qkv = ColumnParallelLinear(attn.qkv, group)
-        attn.norm[1] = EnterAndProject(Enter(group), [attn.qkv])
+        qkv = ColumnParallelLinear(attn.qkv, group)
+        attn.qkv = nn.Sequential(EnterAndProject(Enter(group), [qkv]), qkv)
         mlp.gate, mlp.up = (ColumnParallelLinear(m, group) for m in (mlp.gate, mlp.up))
-        mlp.norm[1] = EnterAndProject(Enter(group, GatherTokens), [mlp.gate, mlp.up])
+        project = EnterAndProject(Enter(group, GatherTokens), [mlp.gate, mlp.up])
+        mlp.norm = nn.Sequential(mlp.norm, project)    # both get what it returns
 
     gather_again: of sequence parallelism. Hold x (B, T/t, C) instead of what f gathered."""
 
     def __init__(self, enter, layers, gather_again=False):
         super().__init__(enter.group, enter.function)
         self.layers = list(layers)  # a plain list: else state_dict would have them twice
+        for layer in layers:
+            layer.forward = partial(own_output, layer, layer.forward)
         self.gather_again = gather_again
 
     def forward(self, x):
@@ -90,7 +95,7 @@ class EnterAndProject(Enter):
             return super().forward(x)
         if torch.is_autocast_enabled(x.device.type):  # F.linear would cast after x is saved
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        weights, biases = zip(*map(weight_and_bias, self.layers))
+        weights, biases = zip(*((layer.weight, layer.bias) for layer in self.layers))
         kept = x.detach()
         gathers = self.function is GatherTokens
         if gathers and not self.gather_again:
@@ -104,10 +109,9 @@ class EnterAndProject(Enter):
         return dict(zip(self.layers, outputs))
 
 
-def weight_and_bias(layer):
-    if isinstance(layer, SharedHeads):
-        return layer.used()
-    return layer.weight, layer.bias
+def own_output(layer, forward, x):
+    """A layer's forward behind EnterAndProject, which has computed the output, or has not."""
+    return x[layer] if isinstance(x, dict) else forward(x)
 
 
 class SaveFirst(torch.autograd.Function):
@@ -249,12 +253,11 @@ def main():
 
 def demo(run):
     args, group = run.args, dist.group.WORLD
-    heads_groups = tensor_parallel.heads_groups_of(run.config)
-    run.groups(tp=group, kv=heads_groups and heads_groups[1])
+    run.groups(tp=group)
     parallelize = tensor_parallel.parallelize_tensors
     if args.sp:
         parallelize = sequence_parallel.parallelize_sequence
-    model = parallelize(run.meta_model(), group, heads_groups)
+    model = parallelize(run.meta_model(), group)
     model = run.fill(overlap(model, args.gather_again))
     parameters = list(model.parameters())
     optimizer = harness.make_optimizer(parameters, args)
@@ -265,7 +268,7 @@ def demo(run):
             part = model(tokens, targets=targets, target_count=run.target_count, sample_ids=samples)
             part.backward()
             loss += part.detach()  # the same on every rank
-        sequence_parallel.reduce_partial(parameters)  # without --sp shared kv-heads only
+        sequence_parallel.reduce_partial(parameters)  # without --sp there is none
         norm = tensor_parallel.grad_norm(parameters, group)
         run.check(loss, norm, model.named)
         harness.clip(parameters, norm, args.grad_clip)

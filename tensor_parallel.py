@@ -78,8 +78,8 @@ def plain_mlp(x, up, down, group):
     """The picture in three lines: x (B, T, C) -> (B, T, C). torch's weights are (out, in). So rank
     r of t cuts its shards out of the whole up (H, C) and down (C, H) by
 
-        up = up.chunk(t, dim=0)[r]        # (H/t, C)
-        down = down.chunk(t, dim=1)[r]    # (C, H/t)"""
+        up = up.chunk(t, dim=0)[r]        # (H/t, C). As a parameter: shard(up, 0, group)
+        down = down.chunk(t, dim=1)[r]    # (C, H/t)                   shard(down, 1, group)"""
     x = CopyToGroup.apply(x, group)  # f
     hidden = F.gelu(F.linear(x, up))  # (B, T, H/t): this rank's hidden units
     return ReduceFromGroup.apply(F.linear(hidden, down), group)  # g
@@ -113,9 +113,14 @@ class ColumnParallelLinear(nn.Module):
     writes Y = X A, so these are columns of A. torch stores A transposed: they are rows of `weight`.
 
     Attention: a shard must be whole heads. The usual fused qkv (all q, all k, all v) would be cut
-    wrong, without an error: order its rows by kv-head (its q heads, its k, its v), or keep three
-    layers. Where t does not divide `out`, zeros fill the last shards. The activation must then map
-    0 to 0, or the padding gets gradients."""
+    wrong, without an error. Keep three layers, or bring each rank's third of the three together:
+
+        rows = torch.arange(3 * C).view(3, t, -1).transpose(0, 1).flatten()
+        for p in attn.qkv.parameters():    # before the cut
+            p.data = p.data[rows]
+
+    Where t does not divide `out`, zeros fill the last shards. The activation must then map 0 to 0,
+    or the padding gets gradients."""
 
     def __init__(self, linear, group):
         super().__init__()
@@ -123,8 +128,6 @@ class ColumnParallelLinear(nn.Module):
         self.bias = shard(linear.bias, 0, group)
 
     def forward(self, x):
-        if isinstance(x, dict):  # the f of tensor_overlap.py computes the outputs, too
-            return x[self]
         return F.linear(x, self.weight, self.bias)
 
 
@@ -148,16 +151,14 @@ class RowParallelLinear(nn.Module):
 #
 #     dist.init_process_group()
 #     group = dist.group.WORLD
-#     t = dist.get_world_size(group)
-#     for block in model.blocks:
+#     t = dist.get_world_size(group)  # it divides the heads and the kv-heads
+#     for block in model.blocks:  # parameters get other names: load weights before
 #         attn, mlp = block.attn, block.mlp
-#         attn.norm = nn.Sequential(attn.norm, Enter(group))  # renames its parameters: load before
-#         attn.qkv = ColumnParallelLinear(attn.qkv, group)  # rows ordered by kv-head: see above
+#         # Separate q, k and v, or gate and up, share one Enter: put it after the norm before them
+#         attn.qkv = nn.Sequential(Enter(group), ColumnParallelLinear(attn.qkv, group))
 #         attn.proj = RowParallelLinear(attn.proj, group)
-#         attn.heads //= t  # and what else its forward reads: t must divide heads and kv-heads, and
-#         # a rank's q, k and v are C/t wide
-#         mlp.norm = nn.Sequential(mlp.norm, Enter(group))
-#         mlp.up = ColumnParallelLinear(mlp.up, group)  # a gate likewise
+#         attn.heads //= t  # and what else forward reads: a rank's q, k and v are C/t wide
+#         mlp.up = nn.Sequential(Enter(group), ColumnParallelLinear(mlp.up, group))
 #         mlp.down = RowParallelLinear(mlp.down, group)
 #     model.embed = VocabParallelEmbedding(model.embed, group)
 #     model.head = nn.Sequential(Enter(group), ColumnParallelLinear(model.head, group))
@@ -345,29 +346,26 @@ def check_replicas_agree(parameters, group):
     if differ.any():
         i = differ.nonzero()[0].item()
         raise RuntimeError(
-            f"the ranks' gradients of whole parameters differ, {differ.sum()} of {len(whole)}, the "
-            f"first of shape {list(whole[i].shape)}, in norm {low[i]:.6g} to {high[i]:.6g}: give "
-            "all ranks the same tokens, put Enter before layers, complete partial gradients"
+            f"the ranks' gradients of whole parameters differ, or are NaN, {differ.sum()} of "
+            f"{len(whole)}, the first of shape {list(whole[i].shape)}, in norm {low[i]:.6g} to "
+            f"{high[i]:.6g}: give all ranks the same tokens, put Enter before layers, complete "
+            "partial gradients"
         )
 
 
 # --- for model.py's GPT ---
 
 
-def parallelize_tensors(model, group, heads_groups=None, whole_experts=False):
+def parallelize_tensors(model, group, whole_experts=False):
     """Cut a GPT over `group`, in place, and return it; on the meta device too. Any of embedding,
     blocks and head may be missing. Make the optimizer afterwards: parameters are replaced. Raises
-    ValueError where heads do not divide, and for a model that is cut already. heads_groups: see
-    SharedHeads. whole_experts: leave the experts as they are."""
+    ValueError where heads do not divide, and for a model that is cut already. whole_experts: leave
+    the experts as they are."""
     check_heads(model.config, dist.get_world_size(group))
     for block in model.blocks.values():
         attn, mlp = block.attn, block.mlp
         attn.enter = Enter(group)
-        if heads_groups is None:
-            attn.qkv = ColumnParallelLinear(attn.qkv, group)
-        else:
-            attn.qkv = SharedHeads(attn, *heads_groups)
-            attn.queries_per_kv //= dist.get_world_size(heads_groups[1])
+        attn.qkv = ColumnParallelLinear(attn.qkv, group)
         attn.proj = RowParallelLinear(attn.proj, group)
         if model.config.experts:
             if not whole_experts:
@@ -399,41 +397,14 @@ def cut_experts(mixture, group):
 
 
 def check_heads(config, t):
-    """Raise ValueError unless each of t ranks gets whole kv-heads, or shares one with others."""
-    heads, kv_heads = config.heads, config.kv_heads  # heads are a multiple of kv_heads
-    fits = [n for n in range(1, heads + 1) if heads % n == 0 and 0 in (kv_heads % n, n % kv_heads)]
-    if t not in fits:
+    """Raise ValueError unless each of t ranks gets whole kv-heads."""
+    kv_heads = config.kv_heads  # the heads are a multiple of them
+    if kv_heads % t:
+        fits = " or ".join(str(n) for n in range(1, kv_heads + 1) if kv_heads % n == 0)
         raise ValueError(
-            f"{heads} heads and {kv_heads} kv-heads do not divide over {t} tensor-parallel ranks: "
-            f"use {' or '.join(map(str, fits))}, or change the numbers of heads"
+            f"{config.heads} heads and {kv_heads} kv-heads do not divide over {t} tensor-parallel "
+            f"ranks: use {fits}, or change the numbers of heads"
         )
-
-
-class SharedHeads(ColumnParallelLinear):
-    """qkv where ranks outnumber the kv-heads: each head has several ranks. A rank holds all rows of
-    its head, q..q k v, but computes k, v and its own part of the q heads only. So its gradient is a
-    partial sum. After backward, before grad_norm, all-reduce it over each group in the "partial" of
-    its placement.
-
-    heads_group    ranks with different kv-heads, one of each
-    sharing_group  ranks that share this one's kv-head"""
-
-    def __init__(self, attn, heads_group, sharing_group):
-        super().__init__(attn.qkv, heads_group)
-        for p in self.parameters():
-            p.placement["partial"] = [*p.placement["partial"], sharing_group]
-        rows = attn.queries_per_kv * attn.head_dim // dist.get_world_size(sharing_group)
-        rank = dist.get_rank(sharing_group)
-        self.queries = slice(rank * rows, (rank + 1) * rows)
-        self.kv = slice(attn.queries_per_kv * attn.head_dim, None)
-
-    def used(self):
-        """(weight, bias) of the rows that this rank computes."""
-        whole = self.weight, self.bias
-        return [p if p is None else torch.cat([p[self.queries], p[self.kv]]) for p in whole]
-
-    def forward(self, x):
-        return x[self] if isinstance(x, dict) else F.linear(x, *self.used())
 
 
 # --- demo ---
@@ -451,21 +422,10 @@ def main():
     proof.launch(demo, args, check=lambda world: check_heads(config, world))
 
 
-def heads_groups_of(config):
-    """(heads_group, sharing_group) of SharedHeads. None, unless ranks outnumber the kv-heads."""
-    ranks = torch.arange(dist.get_world_size())
-    if len(ranks) <= config.kv_heads:
-        return None
-    sharing = ranks.view(config.kv_heads, -1)
-    groups = [dist.new_subgroups_by_enumeration(rows.tolist())[0] for rows in (sharing.T, sharing)]
-    return tuple(groups)
-
-
 def demo(run):  # a proof.Run: batches, log, and the receipt that compares with one process
     args, group = run.args, dist.group.WORLD
-    heads_groups = heads_groups_of(run.config)  # None with the usual numbers of heads
-    run.groups(tp=group, kv=heads_groups and heads_groups[1])  # counts what is sent over each
-    model = run.fill(parallelize_tensors(run.meta_model(), group, heads_groups))
+    run.groups(tp=group)  # a name for the receipt
+    model = run.fill(parallelize_tensors(run.meta_model(), group))
     parameters = list(model.parameters())
     optimizer = harness.make_optimizer(parameters, args)
     for step in run.steps(optimizer):
@@ -475,9 +435,6 @@ def demo(run):  # a proof.Run: batches, log, and the receipt that compares with 
             part = model(tokens, targets=targets, target_count=run.target_count, sample_ids=samples)
             part.backward()
             loss += part.detach()  # the same on every rank
-        for p in parameters:
-            for sharing in placement(p)["partial"]:  # ranks with the same kv-head
-                dist.all_reduce(p.grad, group=sharing)
         norm = grad_norm(parameters, group)
         run.check(loss, norm, model.named)
         harness.clip(parameters, norm, args.grad_clip)

@@ -143,8 +143,6 @@ def mesh(args, schedule, config):
     cp               ranks that share sequences; ring, ulysses: its two dimensions, if it has two
     ep, copies       ranks that together hold all experts once; ranks with the same experts
     inside, across   --zero-ranks: ranks that together hold the states once; with the same shard
-    heads, kv        if there are more tp ranks than key/value heads: ranks with different ones;
-                     ranks that share one
     tied             the pp ranks, one or two, with a tied matrix: their gradients of it add up
     island, islands  ranks of one island; ranks with the same place in every island
     down, up         a pipeline's activations and gradients, each to later and to earlier ranks"""
@@ -161,9 +159,6 @@ def mesh(args, schedule, config):
     views = {"tp": ranks, "dp": dp, "cp": cp.flatten(-2), "pp": pp, "tied": tied}
     if args.cp_kind == "ring-ulysses":
         views |= {"ring": cp.transpose(-2, -1), "ulysses": cp}
-    if args.tp > config.kv_heads:
-        views["kv"] = ranks.unflatten(-1, (config.kv_heads, -1))
-        views["heads"] = views["kv"].transpose(-2, -1)
     if args.ep > 1:
         views |= {"ep": experts, "copies": copies}
     if args.zero_ranks:
@@ -196,15 +191,14 @@ def build(run, schedule, groups):
     checkpoints read only that. So any of these calls may be left out."""
     args, tp, cp = run.args, groups["tp"], groups["cp"]
     turns = dualpipe.Turns()  # dualpipev: while a micro-batch waits for experts another computes
-    heads_groups = (groups["heads"], groups["kv"]) if "kv" in groups else None
     stages = schedule.stages(dist.get_rank(groups["pp"]))
     layers = receipts.pipeline.stage_layers(run.config, schedule.last + 1)  # balanced by FLOPs
     parts = harness.split(run.meta_model, layers, stages, groups["tied"])
     for part in parts.values():
         if args.sp:
-            sequence_parallel.parallelize_sequence(part, tp, heads_groups, args.fold_experts)
+            sequence_parallel.parallelize_sequence(part, tp, args.fold_experts)
         elif args.tp > 1:
-            tensor_parallel.parallelize_tensors(part, tp, heads_groups)
+            tensor_parallel.parallelize_tensors(part, tp)
         if args.tp > 1:
             tensor_overlap.overlap(part, args.gather_again)
         else:  # the whole vocabulary is here: compute the loss a piece at a time, to hold less

@@ -181,7 +181,6 @@ class Parameter(NamedTuple):
     name: str
     elements: int  # of the rank's piece, with padding
     cut: bool  # whether tensor-parallel ranks have other pieces of it
-    shared: bool  # whether several tensor-parallel ranks have one kv-head, and its part of qkv
     expert: bool
     users: tuple  # the units of the rank that use it
 
@@ -205,14 +204,11 @@ def parameters_of(sizes):
             dimension = CUTS[words[-1]] + 1
             shape[0] = shape[0] if sizes.experts is None else sizes.experts
         cut = dimension is not None and dimension < len(shape)  # a bias has no inputs
-        shared = words[-2] == "qkv" and sizes.tp > config.kv_heads
-        shards = config.kv_heads if shared else sizes.tp
-        if expert and sizes.fold_experts:
-            shards = 1
+        shards = 1 if expert and sizes.fold_experts else sizes.tp
         elements = 1
         for i, size in enumerate(shape):
             elements *= ceil(size, shards) if cut and i == dimension else size
-        found.append(Parameter(name, elements, cut, shared, expert, users))
+        found.append(Parameter(name, elements, cut, expert, users))
     return found
 
 
@@ -250,8 +246,7 @@ def block_bytes(sizes, recompute="none"):
     and the MLP's hidden values are split. Sequence parallelism splits all of it, but for what it
     gathers: the norms' outputs, unless they are gathered again."""
     c, t = sizes.config.width, sizes.tp
-    config = replace(sizes.config, kv_heads=max(sizes.config.kv_heads, t))
-    whole, split, gathered = kept_by_a_block(config, recompute)
+    whole, split, gathered = kept_by_a_block(sizes.config, recompute)
     if sizes.sp:
         each = (whole + split) / t
         if not sizes.gather_again:

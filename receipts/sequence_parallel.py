@@ -2,7 +2,7 @@
 quarter more where it gathers again; 1/t of the activations."""
 
 from receipts.formulas import SCALAR, WHOLE_BLOCKS, add, held, parameters_of, summed
-from receipts.tensor_parallel import repeated, shared_heads
+from receipts.tensor_parallel import repeated
 
 
 def expected(sizes, group, scatter, scalars=1, partial=True):
@@ -56,7 +56,7 @@ def expected(sizes, group, scatter, scalars=1, partial=True):
     if partial:
         whole = sum(p.elements for p in parameters_of(sizes) if not p.cut)
         gradients = summed(group, whole * sizes.reduced, f"2 r P e: P = {whole:,}, not split")
-        sent = add(sent, gradients) | shared_heads(sizes)
+        sent = add(sent, gradients)
     activations = "1/t of one process's of all blocks"
     if keep:
         activations += ", and what f gathered"

@@ -1,15 +1,15 @@
 """What a tensor-parallel rank sends and holds: 8 r B T C e a block, forward and backward."""
 
-from receipts.formulas import SCALAR, WHOLE_BLOCKS, Group, held, parameters_of, summed
+from receipts.formulas import SCALAR, WHOLE_BLOCKS, held, summed
 
 
-def expected(sizes, group, scalars=1, partial=True):
+def expected(sizes, group, scalars=1):
     """(sent, held), with ring all-reduces over the group's t = sizes.tp ranks.
 
     Each block has 4 all-reduces of (B T, C); the embedding has one in forward and the head's input
     one in backward; the loss has three of (B T,). A mixture of experts also reduces the gradient of
     the router's k weights, and shared experts need two more all-reduces, as an MLP. scalars: how
-    many numbers are summed beside, such as the norm. partial: see `shared_heads`."""
+    many numbers are summed beside, such as the norm."""
     config, tokens = sizes.config, sizes.sequences * sizes.length
     each = 4
     if sizes.recompute in WHOLE_BLOCKS:
@@ -22,17 +22,8 @@ def expected(sizes, group, scalars=1, partial=True):
         elements += sizes.blocks * tokens * config.top_k
     loss = 3 * tokens * sizes.exact if sizes.head else 0
     sent = summed(group, elements * sizes.e + loss + scalars * SCALAR, text)
-    sent |= shared_heads(sizes) if partial else {}
     activations = "norms' values of the blocks, and 1/t of heads' and hidden ones"
     return sent, held(sizes, "(P_whole + P_split / t) e, padded", activations)
-
-
-def shared_heads(sizes):
-    """Sent for the gradients of kv-heads that several ranks have together."""
-    shared = sum(p.elements for p in parameters_of(sizes) if p.shared)
-    group = Group("kv", max(sizes.tp // sizes.config.kv_heads, 1))
-    text = f"2 r P e: P = {shared:,} of shared kv-heads"
-    return summed(group, shared * sizes.reduced, text) if shared else {}
 
 
 def repeated(sizes):

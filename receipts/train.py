@@ -80,11 +80,11 @@ def of_run(runner, find_plan=None):
             used = context_parallel.tokens_used(find_plan, batches, args, *where)
         tables.append(context_parallel.expected(sizes, groups["cp"], *kind, used))
     norms = 0 if by_experts and args.fold_experts else 1
-    options = norms, not uses_zero
     if args.sp:
-        tables.append(sequence_parallel.expected(sizes, groups["tp"], scatter, *options))
+        options = groups["tp"], scatter, norms, not uses_zero
+        tables.append(sequence_parallel.expected(sizes, *options))
     else:
-        tables.append(tensor_parallel.expected(sizes, groups["tp"], *options))
+        tables.append(tensor_parallel.expected(sizes, groups["tp"], norms))
     messages = pipeline.boundaries(schedule, rank)
     tied = None if uses_zero else groups.get("tied")
     tables.append(pipeline.expected(sizes, groups["pp"], messages, tied))
@@ -106,7 +106,7 @@ def of_zero(args, sizes, row, groups, scatter):
     splits = [split_of(groups, "dp", "")]
     if args.ep > 1:
         splits.append(split_of(groups, "copies", "copies "))
-    partial = [groups[name] for name in ("tp", "kv", "tied") if name in groups]
+    partial = [groups[name] for name in ("tp", "tied") if name in groups]
     return zero.expected(sizes, groups["dp"], args.zero, args, scatter, passes, splits, partial)
 
 

@@ -138,7 +138,7 @@ def buckets_of(sizes, stage, flags, splits):
         units = parameter.users
         stages = tuple(i for i, own in enumerate(of_stages) if not own.isdisjoint(units))
         tied = sizes.config.tied and parameter.name == "embed.token.weight"
-        partial = "kv" if parameter.shared else None
+        partial = None
         if tied and sizes.embedding != sizes.head:
             partial = "tied"  # another stage has the same matrix, at the other end of the model
         elif sizes.sp and not parameter.cut:

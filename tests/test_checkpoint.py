@@ -98,7 +98,7 @@ LAYOUTS = {
     ],
     "moe": [
         "--dp 2 --ep 2",
-        "--tp 4 --dp 2 --ep 2 --zero 3",
+        "--tp 2 --dp 2 --ep 2 --zero 3",
         "--cp 2 --ep 2 --pp 2 --zero 1 --microbatches 2",
         "--tp 2 --sp --dp 2 --ep 4 --fold-experts --zero 2",
         "--dp 1",

@@ -41,7 +41,7 @@ LAYOUTS = [
     "--cp 4 --cp-kind ring-ulysses --dtype float64",
     f"--tp 2 --pp 2 {MIXTURE} --schedule zb-v --microbatches 3 --layers 4 --recompute half",
     "--cp 2 --cp-kind gather --tp 2 --sp --pp 2 --microbatches 3",
-    f"--dp 2 --ep 2 --tp 4 --sp --optimizer muon {MIXTURE}",
+    f"--dp 2 --ep 2 --tp 2 --sp --optimizer muon {MIXTURE}",
     f"--dp 2 --ep 4 --tp 2 --sp --fold-experts --zero 2 {MIXTURE}",
 ]
 CLUSTER = devices.Cluster(devices.DEVICES["h100"], 8, 450e9, 50e9)

@@ -77,7 +77,7 @@ def test_decay_is_for_matrices():
 
 
 REFUSED = r"""
-train --family llama --kv-heads 2 --tp 3 -> 2 kv-heads.*3 tensor-parallel.*1 or 2 or 4
+train --family llama --kv-heads 2 --tp 3 -> 2 kv-heads.*3 tensor-parallel.*1 or 2,
 train --pp 5 -> 4 layers are too few for 5 pipeline stages
 train --tokens 15e12 -> --tokens means nothing without --dry-run
 zero --stage 1 --keep-gathered -> means nothing in stage 1: use --stage 3
@@ -153,7 +153,7 @@ train --experts 4 --cp 2 --tp 4 --sp --context 25 -> a multiple of 8$
 train --experts 4 --tp 4 --sp --context 13 -> a multiple of 4$
 zero --stage 0 --shard-ranks 2 -> means nothing in stage 0, which splits nothing: leave it out
 zero --nproc 4 --shard-ranks 3 -> 3 does not divide the 4 ranks: give a divisor
-composition --nproc 4 --tp 3 -> --tp 3 does not divide the 4 ranks
+composition --nproc 4 --tp 3 -> --tp 3 does not divide 4 ranks
 dualpipe --nproc 4 --experts 0 -> 0 experts are too few for 2 ranks
 train --optimizer muon --dp 2 --zero 2 -> --zero 2 does not go with --optimizer muon.*use --zero 1
 train --optimizer muon --dp 4 --zero 1 --zero-ranks 2 -> --zero-ranks does not go with --optimizer

@@ -37,7 +37,6 @@ VARIANTS = {
     "sgd": SGD,
     "odd": f"--context 15 {SGD}",
     "13-tokens": "--context 13",
-    "one-kv-head": "--family llama --heads 6 --kv-heads 1 --width 36 --hidden 50 --context 9",
     "by-3": "--family llama --heads 6 --kv-heads 3 --width 36 --hidden 50 --context 9",
     "a-token-each": f"--heads 6 --width 36 --hidden 50 --context 3 {SGD}",
     "dropout": f"--dropout 0.2 {SGD}",
@@ -56,7 +55,7 @@ VARIANTS = {
 LAYOUTS = """
 gpt2      --dp 2 --microbatches 3 --recompute selective
 sgd       --dp 3 --microbatches 2 --bucket-mb 0.01 --steps 3
-grouped   --tp 4 --microbatches 2 --recompute block
+llama     --tp 4 --microbatches 2 --recompute block
 dropout   --pp 4 --schedule gpipe --microbatches 1 DEEP
 llama     --dp 2 --pp 3 --microbatches 3
 dropout   --dp 3 --zero 1 --microbatches 2
@@ -75,12 +74,12 @@ moe-gpt2  --schedule dualpipev --cp 2 --ep 2 --tp 2 --sp --microbatches 2 SHALLO
 sgd       --pp 2 --schedule interleaved --dp 2 --zero 2 --microbatches 2 --recompute selective DEEP
 llama     --pp 2 --schedule interleaved --dp 2 --zero 3 --microbatches 2 --reduce-once DEEP
 gpt2      --pp 2 --schedule zb-h1 --dp 2 --zero 3 --microbatches 3 --recompute selective
-grouped   --tp 4 --sp --gather-again --recompute selective --pp 2 --schedule zb-h1 --microbatches 2
-one-kv-head --tp 3 --sp --dp 2 --zero 3 --microbatches 2
+llama     --tp 4 --sp --gather-again --recompute selective --pp 2 --schedule zb-h1 --microbatches 2
+by-3      --tp 3 --sp --dp 2 --zero 3 --microbatches 2
 by-3      --tp 3 --sp --gather-again
 a-token-each --tp 3 --sp --microbatches 2
 sgd       --tp 2 --sp --pp 2 --schedule zb-v --microbatches 3 --recompute selective DEEP
-grouped   --tp 4 --sp --dp 2 --zero 2 --microbatches 2 --recompute half
+llama     --tp 4 --sp --dp 2 --zero 2 --microbatches 2 --recompute half
 dropout   --tp 2 --sp --pp 2 --schedule zb-h1 --microbatches 2 --gather-again
 moe-gpt2  --dp 2 --ep 2 --microbatches 3
 moe       --dp 4 --ep 2 --expert-chunks 2 --recompute half
@@ -124,7 +123,7 @@ docs-moe --cp 2 --dp 2 --ep 4 --zero 1
 muon      --dp 3 --microbatches 2
 muon      --tp 2 --sp --dp 2 --pp 2 --schedule zb-v --microbatches 3 DEEP
 muon      --pp 2 --cp 2 --tp 2 --microbatches 2 --zero 1
-muon-moe  --cp 2 --ep 2 --tp 4 --layers 2
+muon-moe  --dp 2 --cp 2 --ep 4 --tp 2 --layers 2
 muon-moe  --dp 2 --ep 2 --tp 2 --sp --pp 2 --schedule zb-h1 --microbatches 2 SHALLOW
 """
 # Two copies of experts, each on two ranks; experts that are not split
@@ -330,7 +329,6 @@ gradients summed twice: ddp:DDP.finish
 tied gradients never meet: ddp:DDP.finish
     in bucket.groups[1:]: -> in ():
     sgd --pp 3 --layers 3 -> step 1, backward -> add up to the right one: never summed over tied
-    grouped --tp 4 -> step 1, backward -> add up to the right one: never summed over kv
 averaged once too often: ddp:DDP.finish
     for bucket in self.buckets: -> + a_bias(self).div_(dist.get_world_size())
     sgd --dp 3 -> step 1, backward -> averaged once too often
@@ -375,7 +373,7 @@ all shards equal: harness.placement:placement
     sgd --tp 2 -> step 1, forward: the output of blocks.0 on all ->
 shards counted as copies: composition:norm_of_parts
     / count_ranks(groups_cutting(p)) -> / 1
-    grouped --tp 4 --zero 1 -> step 1, the norm ->
+    llama --tp 4 --zero 1 -> step 1, the norm ->
 gradients of keys never come home: packed_documents:DocumentRingAttention.backward
     = part[:, :, :, plan -> = 0 * part[:, :, :, plan
     docs --cp 2 -> step 1, backward -> attn.qkv.weight: off by

@@ -134,7 +134,7 @@ def train_and_prove(rank, args):
     [
         ("llama 3.1", "--dp 1"),
         ("gpt2", "--tp 2 --pp 2 --schedule zb-v --microbatches 3"),
-        ("linear llama", "--tp 4 --sp --zero 1"),
+        ("linear llama", "--tp 2 --sp --zero 1"),
         ("mixtral", "--dp 2 --tp 2 --sp --ep 4 --fold-experts --zero 3"),
         ("qwen2", "--cp 2 --cp-kind ulysses --pp 2"),
         ("tied llama", "--dp 2 --pp 3 --zero 2"),
