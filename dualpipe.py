@@ -205,13 +205,13 @@ class DualPipe(SplitPipeline):
 
     def run(self):
         """Pipeline.run, in steps of an action or two that overlap. What differs is `calls`."""
-        runner, mailbox = self.make_runner(), Mailbox(self)
-        losses = []
+        self.begin()
+        mailbox, losses = Mailbox(self), []
         for step in self.schedule.steps(dist.get_rank(self.links[0])):
             calls = []
             for action in step:
                 received = mailbox.receive(action)
-                calls.append(functools.partial(runner.run, action, received))
+                calls.append(functools.partial(self.compute, action, received))
             with self.around(step[0]):
                 if len(step) == 2:
                     results = self.turns.overlap(*calls)  # the backward, then the forward

@@ -5,9 +5,9 @@
     matrix B    g0 + g1 + g2 -->  rank 1: momentum -> Newton-Schulz -> step   --> new B
     embedding   g0 + g1 + g2 -->  ranks 0, 1 and 2: AdamW on a third each     --> new embedding
 
-Muon replaces a matrix's momentum, U S V^T in its singular value decomposition, by nearly U V^T: all
-directions move equally far. Five Newton-Schulz steps compute it. They need the whole matrix, so
-each matrix has one owner.
+A matrix's momentum, U S V^T in its singular value decomposition, has a few large singular values: a
+step along it moves little else. Muon steps along nearly U V^T, so all directions move equally far.
+Five Newton-Schulz steps compute it, from the whole matrix. So each matrix has one owner.
 
 Split     Each of the layers' matrices goes to one rank, so that all ranks have about equal work.
           All other parameters take AdamW, which works on any piece: each rank owns 1/N of each.
@@ -16,7 +16,8 @@ Sent      On average 2 r P e bytes per rank, as in ZeRO-1, with P parameters of 
           new matrix to all. A parameter of AdamW has N owners, so N reduces and N broadcasts.
 Held      Weights and gradients whole, and 1/N of the optimizer's states: of a matrix one number per
           element (the momentum), of AdamW's parameters two.
-Computed  Per step, on the owner: 20 m^2 n + 10 m^3 FLOPs for a matrix of m x n, m <= n.
+Computed  Per step, on the owner: 20 m^2 n + 10 m^3 FLOPs for a matrix of m x n, m <= n. With m = n
+          = 4096 and a million tokens a step that is 2% of the model's own 6 m n a token.
 Backward  The model's own. A matrix is reduced as soon as its gradient is there.
 Use       For the layers of a language model: a lower loss than AdamW's after as many tokens.
 Limits    More ranks than matrices are no faster. Beside tensor parallelism: muon_in_grid.py.
@@ -43,7 +44,7 @@ def orthogonalize(matrix, dtype=None):
 
     Five Newton-Schulz steps change each singular value s. At first s <= 1, because the matrix is
     divided by its norm. Jordan's factors lift small s fast, but don't converge: any s from 0.002 to
-    1 ends between 0.68 and 1.21. That is near enough to 1."""
+    1 ends between 0.68 and 1.21. That is near enough to 1. A smaller one grows up to 485-fold."""
     if matrix.shape[-2] > matrix.shape[-1]:
         return orthogonalize(matrix.mT, dtype).mT  # so that `gram` has the shorter side
     a, b, c = 3.4445, -4.7750, 2.0315
@@ -61,10 +62,12 @@ class PlainMuon(torch.optim.Optimizer):
         matrices = [p for p in model.blocks.parameters() if p.dim() > 1]
         optimizer = PlainMuon(matrices, lr=1e-3)       # and an AdamW for all other parameters
 
-    The update's root mean square is about 0.2, as AdamW's (Moonlight; with Newton-Schulz 0.17). So
-    both take the same learning rate and weight decay. dtype=torch.bfloat16: the iteration is faster
-    on GPUs. p.matrix_rows, if it is set, as model.py does for q, k and v: p is a pile of matrices
-    of so many rows, one per head, and each is orthogonalised alone."""
+    The update's root mean square is about 0.2, as AdamW's (Moonlight), or less where many singular
+    values are tiny. So both take the same learning rate and weight decay. dtype=torch.bfloat16: the
+    iteration is faster on GPUs.
+
+    p.matrix_rows = D, as model.py sets for q, k and v: each head's D rows are a matrix of their own
+    (GLM-5, arXiv:2602.15763), so a head with small gradients moves as far as the others."""
 
     def __init__(self, matrices, lr=1e-3, weight_decay=0.1, momentum=0.95, dtype=None):
         defaults = dict(lr=lr, weight_decay=weight_decay, momentum=momentum, dtype=dtype)
@@ -100,20 +103,27 @@ class PlainMuon(torch.optim.Optimizer):
 # --- data parallelism in its plainest form: each matrix has one owner, which steps for all
 
 
-def step_by_owner(plain_muon, group):
-    """In place of plain_muon.step(), after a backward pass on this rank's part of the batch, whose
-    loss is divided by the targets of all ranks. Needs equal weights on all ranks, and a gradient of
-    every matrix on every rank, if only zeros.
+def step_by_owner(plain_muon, adamw, group):
+    """In place of plain_muon.step() and adamw.step(), after a backward pass on this rank's part of
+    the batch:
 
-    Two things are left to you. All-reduce the gradients of AdamW's parameters (ddp.py), or the
-    ranks' weights drift apart, silently. Don't clip before it: p.grad is only this rank's part of
-    the sum. Muon, below, can clip."""
+        model.zero_grad()
+        loss = cross_entropy(model(x), y, reduction="sum") / target_count    # targets of all ranks
+        loss.backward()
+        step_by_owner(plain_muon, adamw, group)
+
+    Needs equal weights on all ranks, and a gradient of every parameter, if only zeros. Clipping
+    before it would see this rank's part of the sum only; Muon, below, can clip."""
     matrices = [p for settings in plain_muon.param_groups for p in settings["params"]]
+    others = [p for settings in adamw.param_groups for p in settings["params"]]
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    for p in others:
+        dist.all_reduce(p.grad, group=group)  # simple: each rank steps on all of them
     for i, p in enumerate(matrices):
         dist.reduce(p.grad, group=group, group_dst=i % ranks)  # the sum, on its owner alone
         if i % ranks != rank:
             p.grad = None  # another rank owns p: step() skips it here
+    adamw.step()
     plain_muon.step()
     for i, p in enumerate(matrices):
         dist.broadcast(p.data, group=group, group_src=i % ranks)
@@ -145,18 +155,19 @@ def deal_to_owners(matrices, ranks, work=flops):
 
 
 class OwnedBucket:
-    """A matrix, or parameters for AdamW, as two flat tensors: each p and p.grad is a view of them.
+    """One flat tensor of weights and one of gradients. Each p and p.grad is a view of them.
 
-    owner           the rank that owns the matrix. None: each rank owns a slice, for AdamW
-    owned           {rank: the elements that it owns}
-    own_slice       the elements that this rank owns
-    own_gradient    this rank's part of the gradients
-    pieces          for each parameter what this rank owns of it, as a parameter for an optimizer:
-                    p itself, a slice of it, or nothing
-    grads_per_step  how many gradients backward adds in a step. grads_left: how many are to come"""
+        a matrix              | its owner                        |  for Muon
+        AdamW's parameters    | rank 0 | rank 1 | ... | rank N-1 |  a slice each: owner is None
 
-    def __init__(self, parameters, owner, group):
+    owned           {rank: the slice that it owns}. own_slice: this rank's, maybe empty
+    pieces, slices  of each parameter: what this rank owns of it, maybe nothing, as a parameter for
+                    an optimizer; its place in the flat tensor
+    grads_left      how many of grads_per_step gradients backward has still to add"""
+
+    def __init__(self, parameters, owner, group, grads_per_step):
         self.parameters, self.owner, self.group = parameters, owner, group
+        self.grads_per_step = grads_per_step
         self.rank = dist.get_rank(group)
         self.weights = torch.cat([p.detach().flatten() for p in parameters])
         self.gradients = torch.zeros_like(self.weights)
@@ -181,7 +192,7 @@ class OwnedBucket:
 
     def sum_on_owners(self):
         """Start to sum the gradients, each element on its owner alone. Returns the messages: one
-        reduce per owner. (A reduce-scatter needs equal parts, and on gloo sends twice as much.)"""
+        reduce per owner. (A reduce-scatter needs equal parts.)"""
         return [
             dist.reduce(self.gradients[part], group=self.group, group_dst=owner, async_op=True)
             for owner, part in self.owned.items()
@@ -260,17 +271,16 @@ class Muon:
                 p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket))
 
         # 3  The optimizers step on what this rank owns
-        own_matrices, adamw_groups = [], []
+        own_matrices, decayed, undecayed = [], [], []
         for bucket in self.buckets:
             if bucket.owner is None:
-                decay = weight_decay if bucket.parameters[0].dim() > 1 else 0.0
-                adamw_groups.append({"params": bucket.pieces, "weight_decay": decay})
+                (decayed if bucket.parameters[0].dim() > 1 else undecayed).extend(bucket.pieces)
             elif bucket.owner == bucket.rank:
                 own_matrices += bucket.parameters
         self.muon = self.optimizer_class([{"params": own_matrices}], lr, weight_decay, **options)
-        adamw_groups = adamw_groups or [{"params": []}]  # AdamW refuses an empty list
-        betas = 0.9, 0.95  # GPT-3's
-        self.adamw = torch.optim.AdamW(adamw_groups, lr, betas=betas, fused=True)
+        decays = (decayed, weight_decay), (undecayed, 0.0)
+        groups = [{"params": pieces, "weight_decay": decay} for pieces, decay in decays]
+        self.adamw = torch.optim.AdamW(groups, lr, betas=(0.9, 0.95), fused=True)  # GPT-3's betas
         self.optimizers = self.muon, self.adamw
 
         self.addresses = addresses_of(model)  # of weights and gradients, to notice a new one
@@ -383,10 +393,8 @@ class Muon:
     def owners_of(self, matrices):
         return deal_to_owners(matrices, dist.get_world_size(self.group))
 
-    def make_bucket(self, parameters, owner, group=None):
-        bucket = OwnedBucket(parameters, owner, group or self.group)
-        bucket.grads_per_step = self.microbatches * len(parameters)
-        return bucket
+    def make_bucket(self, parameters, owner):
+        return OwnedBucket(parameters, owner, self.group, self.microbatches * len(parameters))
 
 
 # --- mistakes that would be silent: refused

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from composition import check_data_group, groups_cutting, norm_of_parts, placed
-from muon import Muon, PlainMuon, deal_to_owners, flops
+from muon import Muon, OwnedBucket, PlainMuon, deal_to_owners, flops
 
 # --- the plainest form: tensor parallelism alone
 
@@ -113,9 +113,8 @@ class ComposedMuon(Muon):
 
     def make_bucket(self, parameters, owner):
         data_group = placed(parameters[0], "data", self.group)
-        bucket = super().make_bucket(parameters, owner, data_group)
-        bucket.grads_per_step = self.microbatches * sum(self.uses[p] for p in parameters)
-        return bucket
+        grads_per_step = self.microbatches * sum(self.uses[p] for p in parameters)
+        return OwnedBucket(parameters, owner, data_group, grads_per_step)
 
     def finish(self):
         if self.finished:

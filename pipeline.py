@@ -20,8 +20,8 @@ Backward: the chain rule, cut at the boundaries. A stage's input x is a leaf of 
 y.backward(gradient of y, from the next stage) leaves the gradient of x in x.grad, which goes to the
 stage before. The gradients of all micro-batches add up in .grad.
 
-Limits: ranks wait while the pipeline fills and drains (the bubble). With 1F1B they work m / (m + p
-- 1) of the time, 24 of the 33 cells of a row above. (With GPipe, too: 1F1B saves memory, not time.)
+Limits: ranks wait while the pipeline fills and drains (the bubble). They work m / (m + p - 1) of
+the time, 24 of the 33 cells of a row above, with 1F1B as with GPipe: 1F1B saves memory, not time.
 zero_bubble.py fills the waits; docs/learn/pipelines.md compares the schedules.
 
     torchrun --nproc_per_node=4 pipeline.py --layers 8        python pipeline.py --compare
@@ -49,7 +49,7 @@ def cut(layers, stages):
     return [nn.Sequential(*layers[start:end]) for start, end in itertools.pairwise(borders)]
 
 
-def plain_pipeline(stage, row, inputs, targets, loss_fn, like, down, up, run_w=None):
+def plain_pipeline(stage, row, inputs, targets, loss_fn, like, down, up):
     """One step of this rank: `row` is its line of the picture, "F" a forward, "B" a backward.
     Gradients are left in .grad. For rank r of p, with m micro-batches:
 
@@ -70,8 +70,7 @@ def plain_pipeline(stage, row, inputs, targets, loss_fn, like, down, up, run_w=N
             losses = plain_pipeline(stage, one_f_one_b, inputs, targets, loss_fn, like, down, up)
             optimizer.step()
 
-    like: a tensor with the shape, dtype and device of what stages send each other. run_w: what to
-    call for "W", of zero_bubble.py."""
+    like: a tensor with the shape, dtype and device of what stages send each other."""
     rank, last = dist.get_rank(down), dist.get_world_size(down) - 1
     batches = zip(inputs, targets)  # rank 0 reads the inputs, the last rank the targets
     saved, losses, sends = collections.deque(), [], []
@@ -82,15 +81,13 @@ def plain_pipeline(stage, row, inputs, targets, loss_fn, like, down, up, run_w=N
                 x = torch.empty_like(like)
                 dist.recv(x, group=down, group_src=rank - 1)
                 x.requires_grad_()  # a leaf: backward leaves its gradient in x.grad
-            y = stage(x)
+            y = stage(x).contiguous()
             if rank < last:
                 sends.append(dist.isend(y.detach(), group=down, group_dst=rank + 1))
             else:
                 y = loss_fn(y, target)
                 losses.append(y.detach())
             saved.append((x, y))
-        elif kind == "W":
-            run_w()
         else:
             x, y = saved.popleft()  # the oldest micro-batch
             gradient = None  # y is the loss: backward starts here
@@ -99,13 +96,14 @@ def plain_pipeline(stage, row, inputs, targets, loss_fn, like, down, up, run_w=N
                 dist.recv(gradient, group=up, group_src=rank + 1)
             y.backward(gradient)
             if rank > 0:
-                sends.append(dist.isend(x.grad, group=up, group_dst=rank - 1))
+                sends.append(dist.isend(x.grad.contiguous(), group=up, group_dst=rank - 1))
     for send in sends:
         send.wait()
     return losses
 
 
-# --- a schedule: for each rank the list of its actions
+# --- the same for any schedule. What is new: several stages on a rank, stages without gradients,
+#     and messages that arrive while a rank computes. First a schedule: each rank's actions in order
 
 
 class Action(NamedTuple):
@@ -153,9 +151,9 @@ def one_f_one_b(rank, ranks, microbatches):
 
 
 # --- the executor. For each action of a rank's row, in order:
-#     Mailbox.receive    the message that it waits for (Schedule.incoming)
-#     StageRunner.run    the forward or backward of its stage
-#     Mailbox.send       the result, to the next stage or the one before (Schedule.outgoing)
+#     Mailbox.receive     the message that it waits for (Schedule.incoming)
+#     Pipeline.compute    the forward or backward of its stage
+#     Mailbox.send        the result, to the next stage or the one before (Schedule.outgoing)
 
 
 class Pipeline:
@@ -163,7 +161,8 @@ class Pipeline:
     add up in the parameters' .grad.
 
         schedule = Schedule(one_f_one_b(r, ranks, microbatches) for r in range(ranks))
-        stages = cut(layers, schedule.last + 1)    # a large model: on the meta device
+        stages = cut(layers, schedule.last + 1)    # a large model: on the meta device. Then give
+        # `held` memory by to_empty(device=device), and weights
         held = nn.ModuleList(stages[s] for s in schedule.stages(rank))
         optimizer = torch.optim.AdamW(held.parameters())
 
@@ -177,8 +176,9 @@ class Pipeline:
         for inputs, targets, target_count in batches:    # lists, of a tensor per micro-batch
             optimizer.zero_grad()
             losses = pipeline.run()
-            # Here: sum the gradient of a matrix that two ranks share (reduce_tied). To clip, add up
-            # the squared norms of all ranks, a shared matrix once: clip_grad_norm_ sees one rank
+            # reduce_tied(head.weight, ends), where the embedding's matrix is on another rank
+            # To clip: p.grad.square().sum() of all parameters, the shared one on one rank only,
+            # all-reduced. clip_grad_norm_ sees one rank
             optimizer.step()
 
     target_count: the number of targets of the whole batch, all micro-batches and all data-parallel
@@ -192,7 +192,7 @@ class Pipeline:
     def __init__(
         self, schedule, forward, shape, dtype, device, links=None, around=contextlib.nullcontext
     ):
-        self.schedule, self.forward, self.around = schedule, forward, around
+        self.schedule, self.stage_forward, self.around = schedule, forward, around
         self.shape, self.dtype, self.device = tuple(shape), dtype, device
         self.links = links or open_links(make_links(), schedule, device)
         self.row = schedule[dist.get_rank(self.links[0])]
@@ -200,12 +200,12 @@ class Pipeline:
     def run(self):
         """All actions of this rank's row. Returns the last stage's results, detached, on its rank,
         and [] on the others."""
-        runner, mailbox = self.make_runner(), Mailbox(self)
-        results = []
+        self.begin()
+        mailbox, results = Mailbox(self), []
         for action in self.row:
             received = mailbox.receive(action)  # None on stage 0, and for the backward of the loss
             with self.around(action):
-                result = runner.run(action, received)
+                result = self.compute(action, received)
             mailbox.send(action, result)
             if action.kind == "F" and action.stage == self.schedule.last:
                 results.append(result)
@@ -213,18 +213,10 @@ class Pipeline:
         mailbox.close()
         return results
 
-    def make_runner(self):
-        return StageRunner(self.forward, self.row)
-
-
-class StageRunner:
-    """The forward and backward passes of a rank's stages. row: its actions, for subclasses."""
-
-    def __init__(self, stage_forward, row):
-        self.stage_forward = stage_forward
+    def begin(self):
         self.saved = {}  # {(micro-batch, stage): input and output, from forward to backward}
 
-    def run(self, action, received):
+    def compute(self, action, received):
         """Turn the message that an action waits for into the message that it sends."""
         if action.kind == "F":
             return self.forward(action.microbatch, action.stage, received)
@@ -364,14 +356,15 @@ def plan_receives(schedule):
         1F1B on rank 1 of 3. <F1 posts the receive of F1's input, <B1 that of B1's gradient
         <F0 F0 <F1 F1 <F2 <B0 B0 <B1 F2 B1 <F3 <B2 F3 B2 <F4 <B3 F4 B3 <B4 B4
 
-    Why not earlier: on nccl a posted receive is a kernel that spins until its message comes.
-    Meanwhile CUDA may wait for an idle device, to load a kernel or to free memory. If the sender
-    waits for this rank, too, both hang.
+    A receive is posted before its rank's first action that starts after the message was sent. Not
+    as late as it is needed: then the rank would wait while the message travels. And not earlier: on
+    nccl a posted receive is a kernel that spins until its message comes, and while it spins CUDA
+    may have to wait for an idle device, to load a kernel or to free memory. If the sender waits for
+    this rank, too, both hang.
 
-    So this plays the schedule, in rounds. In each every rank runs its next action, if the message
-    that it waits for was sent in an earlier round. The receive of what a round sends is planned
-    before the receiver's next action. Then whatever a spinning receive waits for can run. The last
-    rank goes first in a round: in the other order 1F1B's receives would spin twice as long."""
+    This plays the schedule in rounds. In each every rank runs its next action, if the message that
+    it waits for was sent in an earlier round. The last rank goes first in a round: in the other
+    order 1F1B's receives would spin twice as long."""
     plan = collections.defaultdict(list)
     sent = {None}  # None: an action that waits for nothing
     rows = [collections.deque(schedule.steps(rank)) for rank in range(len(schedule.rows))]

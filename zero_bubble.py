@@ -42,7 +42,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from pipeline import Pipeline, Row, StageRunner, plain_pipeline
+from pipeline import Pipeline, Row, plain_pipeline
 
 # --- the plainest form: a linear layer whose backward is cut in two
 
@@ -110,14 +110,17 @@ def zb_h1(rank, ranks, microbatches, reach=1):
 def plain_zb_h1(stage, inputs, targets, loss_fn, like, down, up):
     """plain_pipeline with this row, for a stage whose linear layers are SplitLinears."""
     rank, ranks = dist.get_rank(down), dist.get_world_size(down)
-    row = [action.kind for action in zb_h1(rank, ranks, len(inputs))]
     split = [layer for layer in stage.modules() if isinstance(layer, SplitLinear)]
 
-    def run_w():
-        for layer in split:
-            layer.backward_weight()
+    def kinds():  # for plain_pipeline F and I, a backward. Between them runs each W
+        for action in zb_h1(rank, ranks, len(inputs)):
+            if action.kind != "W":
+                yield action.kind
+                continue
+            for layer in split:
+                layer.backward_weight()
 
-    return plain_pipeline(stage, row, inputs, targets, loss_fn, like, down, up, run_w)
+    return plain_pipeline(stage, kinds(), inputs, targets, loss_fn, like, down, up)
 
 
 # --- the executor: a Pipeline for F, I and W
@@ -129,30 +132,21 @@ class SplitPipeline(Pipeline):
         schedule = Schedule(zb_v(rank, ranks, microbatches) for rank in range(ranks))
         pipeline = SplitPipeline(schedule, forward, (b, T, C), dtype, device)
 
+    The forward of a backward in two parts runs inside a Deferred (below), which does for every
+    linear layer what SplitLinear does. So I is an ordinary backward, and W adds what it deferred.
     With ZeRO or FSDP: docs/use/two-techniques.md."""
 
-    def make_runner(self):
-        return SplitRunner(self.forward, self.row)
+    def begin(self):
+        super().begin()
+        self.deferred_of = {(a.microbatch, a.stage): Deferred() for a in self.row if a.kind == "W"}
 
-
-class SplitRunner(StageRunner):
-    """The forward of a backward in two parts runs inside a Deferred (below), which does for every
-    linear layer what SplitLinear does. So I is an ordinary backward, and W adds what it deferred.
-    """
-
-    def __init__(self, stage_forward, row):
-        super().__init__(stage_forward, row)
-        self.deferred_of = {(a.microbatch, a.stage): Deferred() for a in row if a.kind == "W"}
-
-    def run(self, action, received):
+    def compute(self, action, received):
         kind, m, stage = action
         if kind == "W":
             return self.deferred_of.pop((m, stage)).accumulate()
-        if kind == "I":
-            action = action._replace(kind="B")
         # I needs it, too, if layers are checkpointed
         with self.deferred_of.get((m, stage), contextlib.nullcontext()):
-            return super().run(action, received)
+            return super().compute(action, received)
 
 
 # --- any model: each F.linear and F.grouped_mm does what SplitLinear does

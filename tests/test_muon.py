@@ -112,18 +112,18 @@ def test_step_by_owner(ranks):
     """Two steps, with gradients of each rank's own. The third rank owns nothing."""
 
     def stepped(step_once, ranks_here):
-        optimizer = muon.PlainMuon([nn.Parameter(matrix) for matrix in matrices(shapes=SHAPES[:2])])
-        [held] = optimizer.param_groups
+        held = [nn.Parameter(matrix) for matrix in matrices(shapes=SHAPES[:3])]
+        optimizers = muon.PlainMuon(held[:2]), torch.optim.AdamW(held[2:])
         for step in (1, 2):
-            for i, p in enumerate(held["params"]):
-                p.grad = sum(matrices(10 * step + rank, SHAPES[:2])[i] for rank in ranks_here)
-            step_once(optimizer)
-        return [p.detach() for p in held["params"]], len(optimizer.state)
+            for i, p in enumerate(held):
+                p.grad = sum(matrices(10 * step + rank, SHAPES[:3])[i] for rank in ranks_here)
+            step_once(*optimizers)
+        return [p.detach() for p in held], len(optimizers[0].state)
 
     def work(rank):
-        return stepped(lambda optimizer: muon.step_by_owner(optimizer, dist.group.WORLD), [rank])
+        return stepped(lambda *both: muon.step_by_owner(*both, dist.group.WORLD), [rank])
 
-    expected, _ = stepped(lambda optimizer: optimizer.step(), range(3))
+    expected, _ = stepped(lambda *both: [optimizer.step() for optimizer in both], range(3))
     weights, owned = zip(*ranks(3, work))
     torch.testing.assert_close(weights, (expected,) * 3, rtol=1e-12, atol=1e-12)
     assert owned == (1, 1, 0)
