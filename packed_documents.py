@@ -10,11 +10,12 @@ Split     8 N equal chunks for N ranks. The chunk with the most work goes first,
           has the least work so far; each rank gets 8. Work is the number of pairs of a query and a
           key. All rows of a batch are cut alike.
 Sent      In step s a rank sends to the rank s after it only the keys that are used there. Per block
-          (4 G e + 2 A a) C_kv bytes: K and V of G tokens that others use, in forward and again in
-          backward; dK and dV of A tokens of others. Other letters: context_parallel.py. It is
-          little where documents are short beside the T / N tokens of a rank.
+          (4 G e + 2 A a) C_kv bytes: K and V of G tokens that others use, counted for each, in
+          forward and again in backward; dK and dV of A tokens of others. Letters as in
+          context_parallel.py. It is little where documents are short beside a rank's T / N tokens.
 Backward  As in the ring, tile by tile. A key's gradient goes straight to the rank that holds it.
-Cost      A kernel per tile, dozens in each layer: so documents of some hundred tokens and more.
+Cost      A kernel per tile, dozens in each layer: so documents of some hundred tokens and more. A
+          plan for each batch, on the host: tens of milliseconds.
 Copy      The top of context_parallel.py as well: DocumentRing extends its Ring.
 
     torchrun --nproc_per_node=4 packed_documents.py      python packed_documents.py --kind ulysses
@@ -59,7 +60,11 @@ def visible(starts, queries, keys):
 
 def plain_document_attention(q, k, v, starts, held, group):
     """q, k, v (B, H, T', D) of this rank's tokens -> attention within documents (B, H, T', D).
-    held[r]: the positions of rank r's tokens, any below T. Autograd goes through it."""
+    Autograd goes through it.
+
+        held = torch.arange(T).view(n, -1)    # (n, T') positions of each rank's tokens: consecutive
+        held = deal_tokens(T, n, starts)      # or as below, where work is even, if 8 n divides T
+        y = plain_document_attention(q, k, v, starts, held, group)    # all on one device"""
     rank, ranks = dist.get_rank(group), range(dist.get_world_size(group))
 
     def used(user, owner):  # (T',): which of the owner's keys the user needs, in any row
@@ -92,9 +97,9 @@ class DocumentRing(Ring):
         logits = model(x, (place - starts[:, place]).to(x.device))    # (B, T'): in the document
         # the rest as with Ring: the loss, backward, and the sum of gradients"""
 
-    chunks = 8
+    chunks = 8  # per rank. More of them: more even, but more tiles, and more keys of others
 
-    def positions(self, length, multiple=1, starts=None):
+    def positions(self, length, multiple=1, *, starts):
         return deal_tokens(length, self.n, starts, self.zigzag, multiple)[self.rank]
 
     def forward(self, q, k, v, starts):
@@ -128,9 +133,9 @@ class DocumentRingAttention(torch.autograd.Function):
         rank, n = dist.get_rank(group), dist.get_world_size(group)
         kv = torch.stack((k, v))
         dq, dkv = torch.zeros_like(q, dtype=lse.dtype), torch.zeros_like(kv, dtype=lse.dtype)
-        receive = places = None  # of the step before: waits for a message; where it is added
+        receive = places = None  # waits for gradients on their way; which keys of dkv they are for
         for step, (owner, owner_kv) in enumerate(bring_used_keys(kv, group, plan)):
-            part = dkv if step == 0 else torch.zeros_like(dkv)  # of the owner's keys
+            part = dkv if step == 0 else torch.zeros_like(dkv)  # gradients of the owner's keys
             for tile in plan.tiles[owner]:
                 dq_tile, *dkv_tile = tile_gradients(grad, q, owner_kv, out, lse, tile)
                 dq[:, :, tile.queries] += dq_tile
@@ -140,7 +145,7 @@ class DocumentRingAttention(torch.autograd.Function):
             if step > 0:  # send it home, and get what the rank `step` after this one has computed
                 user = (rank + step) % n
                 sent, places = part[:, :, :, plan.used_of[owner]], plan.used_by[user]
-                receive = start_messages(sent, owner, dkv[:, :, :, places], user, group)
+                receive = start_messages(sent, owner, room_for(dkv, places), user, group)
             del part  # its memory serves for the next one
         if receive:
             dkv[:, :, :, places] += receive()
@@ -156,17 +161,21 @@ def bring_used_keys(kv, group, plan):
     for step in range(1, n):
         user, next_owner = (rank + step) % n, (rank - step) % n
         sent, places = kv[:, :, :, plan.used_by[user]], plan.used_of[next_owner]
-        receive = start_messages(sent, user, kv[:, :, :, places], next_owner, group)
+        receive = start_messages(sent, user, room_for(kv, places), next_owner, group)
         yield owner, owner_kv
         arrived[:, :, :, places] = receive()
         owner, owner_kv = next_owner, arrived
     yield owner, owner_kv
 
 
-def start_messages(sent, target, like, source, group):
-    """Send a tensor, and receive one as `like`. Returns a function that waits for it. Empty ones
+def room_for(kv, places):
+    """A tensor for these keys of kv (2, B, H_kv, tokens, D)."""
+    return kv.new_empty(*kv.shape[:3], len(places), kv.shape[-1])
+
+
+def start_messages(sent, target, received, source, group):
+    """Send a tensor, and receive another one. Returns a function that waits for it. Empty ones
     don't travel."""
-    received = torch.empty_like(like)
     send = dist.P2POp(dist.isend, sent, group=group, group_peer=target)
     receive = dist.P2POp(dist.irecv, received, group=group, group_peer=source)
     not_empty = [message for message in (send, receive) if message.tensor.numel()]
