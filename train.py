@@ -12,16 +12,18 @@ and pp outermost. Here dp 2, tp 2, pp 2 on 8 ranks:
              dp  same weights, other data    0 2 | 1 3 | 4 6 | 5 7
              pp  consecutive layers          0 4 | 1 5 | 2 6 | 3 7
 
-cp splits each sequence over ranks that hold the same weights. Their gradients are summed, too: a
-data-parallel group has dp x cp ranks. ep uses ranks of that group again: each ep of them hold all
-experts once, so each expert has dp x cp / ep copies. With --fold-experts tp does not cut experts,
-and ep divides dp x cp x tp. --islands N is outermost: N meshes that average rarely (diloco.py).
+cp splits each sequence over ranks with the same weights, whose gradients are summed, too. ep deals
+out experts over these dp x cp ranks (with --fold-experts over tp, too). --islands N is outermost: N
+meshes that average rarely (diloco.py). `mesh` has all groups.
 
 Batch, loss and gradient norm are global: --batch counts the sequences of all ranks, the loss is the
 sum over all tokens divided by their number, and the norm counts every parameter once. So every
 layout has the same loss curve, to rounding; only islands have their own. The first steps are
 compared with one process (--prove). docs/use/choose.md says which layout to take. Without torchrun
 train.py starts the processes itself.
+
+To copy: `mesh`, the order of the calls in `build`, and `train_step` without start_check,
+skip_where, end_check and record. The rest needs this project's `run`.
 
     torchrun --nproc_per_node=8 train.py --dp 2 --tp 2 --pp 2
     python train.py --dp 2 --cp 2 --tp 2 --pp 2 --ep 4 --experts 8 --sp --zero 1
@@ -117,12 +119,12 @@ def train_step(runner, batches, record):
     loss = runner.forward_backward(batches)  # of this rank's tokens; 0 without the last stage
     optimizer.finish()  # waits for the gradients' sums over replicas, which began in backward
     harness.sum_over([groups["dp"], groups["pp"]], loss)  # of all tokens, on every rank
-    # Of the whole model's gradient: all ranks clip alike
+    # Of the whole gradient. The optimizer knows dp; tp: other shards; pp: other layers
     norm = optimizer.grad_norm([groups["tp"]], groups["pp"])
     record(batches, loss, norm)  # --record
 
-    # A loss or norm that is not finite must not reach the weights. The device decides that itself,
-    # so the host can queue the step now, and read both numbers later
+    # 1.0 on the device if loss or norm is not finite: then the step changes nothing. So the host
+    # can queue it now, and read both numbers later
     found_inf = run.start_check(loss, norm, runner.full_parameters)
     skip_where(found_inf, optimizer)
     optimizer.clip(norm, run.args.grad_clip)
@@ -148,13 +150,14 @@ def mesh(args, schedule, config):
     down, up         a pipeline's activations and gradients, each to later and to earlier ranks"""
     size = args.islands, args.pp, args.dp, args.cp, args.tp
     ranks = torch.arange(math.prod(size)).view(size)  # (islands, pp, dp, cp, tp)
-    # Views of them with the ranks of a group last: each row is one group. "..." is islands
-    dp = ranks.flatten(-3, -2).transpose(-2, -1)  # (..., pp, tp, dp cp)
+    # Views of them with the ranks of a group last: each row is one group. "..." is islands. The
+    # numbers are the groups in the picture on top
+    dp = ranks.flatten(-3, -2).transpose(-2, -1)  # (..., pp, tp, dp cp): 0 2 | 1 3 | 4 6 | 5 7
     cp = ranks.transpose(-2, -1).unflatten(-1, cp_shape(args))  # (..., pp, dp, tp, ring, ulysses)
     experts = ranks.flatten(-3) if args.fold_experts else dp  # (..., pp, dp cp tp), or as dp
     experts = experts.unflatten(-1, (-1, args.ep))  # (..., copies, ep)
     copies = experts.transpose(-2, -1)
-    pp = ranks.flatten(-3).transpose(-2, -1)  # (..., dp cp tp, pp)
+    pp = ranks.flatten(-3).transpose(-2, -1)  # (..., dp cp tp, pp): 0 4 | 1 5 | 2 6 | 3 7
     tied = pp[..., [schedule.owner[0], schedule.owner[schedule.last]]]
     views = {"tp": ranks, "dp": dp, "cp": cp.flatten(-2), "pp": pp, "tied": tied}
     if args.cp_kind == "ring-ulysses":
@@ -188,7 +191,7 @@ def build(run, schedule, groups):
 
     Each technique replaces modules in place, and notes in p.placement which part of p is here, and
     over which ranks its gradient is summed (composition.py). Data parallelism, the norm and
-    checkpoints read only that. So any of these calls may be left out."""
+    checkpoints read only that. So a new technique is a line here."""
     args, tp, cp = run.args, groups["tp"], groups["cp"]
     turns = dualpipe.Turns()  # dualpipev: while a micro-batch waits for experts another computes
     stages = schedule.stages(dist.get_rank(groups["pp"]))

@@ -18,7 +18,7 @@ from trainer import layout
 
 
 class Runner:
-    """groups, model, optimizer: of train.py's functions."""
+    """This rank's stages, its share of each batch, and the pipeline that plays both."""
 
     def __init__(self, run, schedule, groups, model, optimizer):
         self.run, self.schedule, self.groups = run, schedule, groups
