@@ -6,16 +6,17 @@
                 H steps (--sync-every), nothing sent           all start equal
 
 Each island trains on its own data with its own optimizer, such as AdamW. After H steps it computes
-its outer gradient: old weights - new weights. The islands average their outer gradients, and an
-outer optimizer, SGD with Nesterov momentum, takes one step from the old weights.
+its outer gradient, old weights - new weights: no derivative, but minus what it has moved. The
+islands average these, and an outer optimizer, SGD with Nesterov momentum, takes one step from the
+old weights.
 
-Outer     The outer gradient is not a derivative: it is minus the distance that an island has moved.
-          With H = 1 and SGD inside it is the learning rate times the gradient. With an outer rate
-          of 1 and no momentum that is data parallelism, if all islands have as many targets.
+Outer     With H = 1 and SGD inside, the outer gradient is the learning rate times the gradient.
+          With an outer rate of 1 and no momentum that is data parallelism, if all islands have as
+          many targets.
 Sent      Every H steps an outer gradient of P elements. `outer_step` all-reduces it: 1/H of what
           ddp.py sends in float32. DiLoCo all-gathers it, because an all-reduce can't add up 4-bit
-          integers: (N-1) P b / 8 bytes a rank, with b bits an element. That is N b / (64 H) of what
-          ddp.py sends: less than outer_step for fewer than 64 / b islands, 16 at 4 bits. Options:
+          integers: (N-1) P b / 8 bytes a rank, with b bits an element. From 64 / b islands on, 16
+          at 4 bits, that is more than outer_step sends. Options:
 
           --stream K        K parts of the model take turns: the largest message is 1/K as large
           --stream-delay D  D more inner steps hide a message. The island then goes on from the mean
@@ -186,10 +187,7 @@ class Part:
     def restart(self, keep):
         """Go to the outer weights, mixed with a fraction `keep` of this island's own."""
         for p, old in self.pairs:
-            if keep:
-                p.copy_(old + keep * (p - old))
-            else:
-                p.copy_(old)  # not by the line above, where a NaN in p would stay
+            p.copy_(old + keep * (p - old) if keep else old)  # 0 * NaN would stay NaN
 
 
 def flat_copy(parameters):
@@ -226,7 +224,7 @@ def encode(x, bits):
     scales = (blocks.abs().amax(1, keepdim=True) / largest).float()
     divisors = torch.where(scales == 0, 1, scales)  # no 0 / 0. A NaN survives in the scale
     integers = (blocks / divisors).round().clamp(-largest, largest).to(torch.int8).flatten()
-    if bits == 4:  # two in a byte, each from 1 to 15
+    if bits == 4:  # two in a byte, -7..7 as 1..15
         low, high = (integers + 8).to(torch.uint8).view(-1, 2).unbind(1)
         integers = low + 16 * high
     return torch.cat([scales.flatten().view(torch.uint8), integers.view(torch.uint8)])
