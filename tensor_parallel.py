@@ -11,11 +11,10 @@ is the vocabulary. Norms, the biases after g and the residual stream are whole o
 
 Sent: g adds the partial sums in forward (one all-reduce). f adds the gradients of x in backward
 (one all-reduce), because every rank's half used x. A block has an f and a g around attention and
-again around its MLP: 4 all-reduces of a tensor (B, T, C), B sequences of T tokens, C wide. For an
-all-reduce of S bytes each of the t ranks sends 2 r S bytes, with r = (t-1)/t (collectives.py). So a
-rank sends 8 r B T C e bytes per block, at e bytes an element. Embedding and head add 4 r B T C e;
-the loss adds three numbers per token. Between machines tensor parallelism rarely pays, because
-every layer waits for its messages. tensor_overlap.py hides those of f behind matmuls.
+again around its MLP: 4 all-reduces of a tensor (B, T, C), B sequences of T tokens, C wide. The
+embedding and the head have one each, and the loss sends three numbers per token. An all-reduce of S
+bytes sends 2 r S, r = (t-1)/t, on t ranks (collectives.py): a block 8 r B T C e, at e bytes an
+element. Every layer waits for them, so stay inside a machine. tensor_overlap.py hides those of f.
 
 Backward: g's is the identity, because y is the sum of the partial sums: each of them gets y's
 gradient. All ranks compute the same loss from the same y: it is one loss, not t of them. f's sum is
@@ -88,7 +87,7 @@ def plain_mlp(x, up, down, group):
 class Enter(nn.Module):
     """f as a module. Put one right before the split layers that share an input: one for q, k and v
     together. Not before an unsplit layer: its gradient is complete on every rank, and f would
-    multiply it by t."""
+    multiply it by t. function: another f, such as sequence_parallel.py's."""
 
     def __init__(self, group, function=CopyToGroup):
         super().__init__()
@@ -98,11 +97,15 @@ class Enter(nn.Module):
         return self.function.apply(x, self.group)
 
 
-class Leave(Enter):
+class Leave(nn.Module):
     """g as a module. It overwrites x, a partial sum that nothing else needs, with the sum."""
 
     def __init__(self, group, function=ReduceFromGroup):
-        super().__init__(group, function)
+        super().__init__()
+        self.group, self.function = group, function
+
+    def forward(self, x):
+        return self.function.apply(x, self.group)
 
 
 # --- the two matrices between f and g, cut by `shard`, below
