@@ -9,7 +9,7 @@ Block. The router scores the experts, and sends each token to the k best. The mo
 stop it from sending all tokens to the same few. Three remedies, each a field of the config:
 
 balance_loss  factor of E sum_e f_e P_e: of a sequence's assignments the share f_e goes to expert e,
-              whose mean score is P_e. It is 1 if f is even, and up to E if all go to one expert.
+              whose mean score is P_e. It is 1 if f is even, and up to E/k if all choose the same k.
               f has no gradient, so P falls where f is large (Fedus et al. 2021,
               arXiv:2101.03961; per sequence: DeepSeek-V3, arXiv:2412.19437)
 z_loss        factor of the mean of logsumexp(logits)^2, which keeps logits small (Zoph et al. 2022,
@@ -47,11 +47,12 @@ class MoE(nn.Module):
         self.shared = shared
 
     def forward(self, x, batch=None):
-        of_shared = []
+        shared = None
 
         def run_shared():  # needs no routed token: expert_parallel.py calls it while tokens travel
+            nonlocal shared
             if self.shared is not None:
-                of_shared.append(self.shared(x))
+                shared = self.shared(x)
 
         target_count = batch.target_count if batch else None
         weights, chosen = self.router(x, target_count)  # (B, T, k) each
@@ -60,7 +61,8 @@ class MoE(nn.Module):
         rows = entered.flatten(0, 1)  # (B T, C)
         weights, chosen = weights.flatten(0, 1), chosen.flatten(0, 1)  # (B T, k)
         y = self.dispatch(rows, weights, chosen, self.experts, meanwhile=run_shared)
-        return sum(of_shared, self.leave(y.view_as(entered)))
+        y = self.leave(y.view_as(entered))
+        return y if shared is None else y + shared
 
 
 class Router(nn.Linear):
@@ -78,6 +80,7 @@ class Router(nn.Linear):
         logits = super().forward(x)  # (B, T, E)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # at least float32
         scores = logits.softmax(-1) if self.config.scores == "softmax" else logits.sigmoid()
+        # Not topk, which promises no order among equals
         best = (scores.detach() + self.choice_bias).sort(dim=-1, descending=True, stable=True)
         chosen = best.indices[..., : self.config.top_k]  # (B, T, k)
         weights = scores.gather(-1, chosen)
@@ -180,8 +183,9 @@ def imbalance(router, scores, assigned):
 
 class AddLoss(torch.autograd.Function):
     """Returns x. In backward `loss` gets the gradient 1, as if it had been added to the model's
-    loss, even on a pipeline stage without the head (Megatron-LM's MoEAuxLossAutoScaler). A
-    GradScaler multiplies the model's loss, but not this one: give target_count / scale instead."""
+    loss, even on a pipeline stage without the head (Megatron-LM's MoEAuxLossAutoScaler). What
+    multiplies the model's loss before backward does not reach this one: for loss / n give the model
+    n x target_count instead, for a GradScaler target_count / scale."""
 
     @staticmethod
     def forward(ctx, x, loss):
@@ -196,11 +200,14 @@ class AddLoss(torch.autograd.Function):
 @torch.no_grad()
 def rebalance(model, sum_over_devices=None, step_taken=True):
     """After each step: move every router's bias by `bias_rate` towards an even load. A skipped step
-    only zeroes the loads. sum_over_devices(load): in place, over the devices with other tokens."""
+    only zeroes the loads. sum_over_devices(load): in place, over the devices with other tokens.
+    Keep choice_bias in float32: in bfloat16 it stops at 0.5 with steps of 0.001."""
     for router in [module for module in model.modules() if hasattr(module, "choice_bias")]:
         if router.config.bias_rate and step_taken:
             if sum_over_devices is not None:
                 sum_over_devices(router.load)
-            load = router.load.to(router.choice_bias.dtype)
-            router.choice_bias += router.config.bias_rate * (load.mean() - load).sign()
+            below = (
+                router.load.sum() - router.load * len(router.load)
+            ).sign()  # the mean: 1, or -1
+            router.choice_bias += router.config.bias_rate * below.to(router.choice_bias.dtype)
         router.load.zero_()

@@ -9,8 +9,8 @@ GPT-2 (learned positions, LayerNorm, GELU, biases, one matrix for embedding and 
 (rotary positions, RMSNorm, SwiGLU, grouped-query attention, no biases) differ in fields of Config.
 With `experts` > 0 a mixture of experts (mixture.py) takes the place of the MLP.
 
-The model knows nothing of parallelism. A technique removes submodules or replaces them: `enter` and
-`leave`, identities here, stand where it may put a message.
+The model sends nothing. A technique removes submodules or replaces them: `enter`, an identity here,
+stands where it may put a message.
 
     model = GPT(Config(layers=2))
     tokens = torch.randint(model.config.vocab, (4, 129))
@@ -35,7 +35,8 @@ IGNORE = -1  # a target with this value adds nothing to the loss (torch's defaul
 
 @dataclass(frozen=True)
 class Config:
-    """The shape of a GPT. harness/presets.py has published ones."""
+    """The shape of a GPT. harness/presets.py has published ones. Give kv_heads and hidden to
+    dataclasses.replace, too: a Config has its own, and keeps them."""
 
     layers: int = 4
     heads: int = 4
@@ -78,7 +79,7 @@ class Batch(NamedTuple):
 
     positions: torch.Tensor | None = None  # (T,), or (B, T) within documents
     rope: tuple | None = None  # their rotary_table
-    documents: tuple = ()  # starts (B, T): where each token's document starts. () without
+    documents: tuple = ()  # (starts,), the core's further argument, or (): see GPT.forward
     drop_key: torch.Tensor | None = None  # (B, T): see Dropout
     target_count: torch.Tensor | int | None = None  # divides the losses, the routers' too
 
@@ -91,7 +92,7 @@ class Block(nn.Module):
         super().__init__()
         self.attn_norm = make_norm(config)
         self.attn = Attention(config)
-        # Not nn.Dropout: see the end of the file. site: its number in the model
+        # Not nn.Dropout: see Dropout. site: its number in the model
         self.attn_drop = Dropout(config.dropout, site=2 * layer + 1)
         self.mlp_norm = make_norm(config)
         self.mlp = make_mlp(config)
@@ -129,9 +130,9 @@ class GPT(nn.Module):
         x             tokens (B, T), or activations (B, T, C) if this stage has no embedding
         positions     (T,), by default arange(T)
         targets       (B, T)
-        target_count  divides the sum of the losses: the number of valid targets of the whole batch,
-                      for each of its pieces. By default that of `targets`
-        sample_ids    (B,), a globally unique id per row; turns dropout on
+        target_count  see CrossEntropy. By default the number of valid `targets`
+        sample_ids    (B,), a number per row, unique in the whole run: the same number, the same
+                      dropout. Without them there is none, in train(), too
         starts        (B, T) of the whole sequence, on the host: the position at which each token's
                       document starts. Attention stays within it, and positions begin anew"""
         if positions is None:
@@ -173,8 +174,8 @@ class GPT(nn.Module):
 
 class Attention(nn.Module):
     """Causal self-attention, x (B, T, C) -> (B, T, C). One matrix makes q, k and v. Its rows are
-    ordered by key/value head: q..q k v | q..q k v | .... So a cut into as many equal parts as there
-    are such heads, or fewer that divide them, runs between heads."""
+    ordered by key/value head: q..q k v | q..q k v | .... So a cut into n equal parts runs between
+    heads if n divides the number of key/value heads."""
 
     def __init__(self, config):
         super().__init__()
@@ -191,9 +192,9 @@ class Attention(nn.Module):
         return self.attend(self.qkv(self.enter(x)), batch)
 
     def attend(self, qkv, batch):  # apart, so that harness/blocks.py can recompute qkv alone
-        by_kv_head = qkv.unflatten(-1, (-1, self.queries_per_kv + 2, self.head_dim))
-        # (B, T, H_kv, H/H_kv + 2, D) -> q (B, T, H_kv, H/H_kv, D), k and v (B, T, H_kv, 1, D)
-        q, k, v = by_kv_head.split((self.queries_per_kv, 1, 1), dim=-2)
+        n = self.queries_per_kv
+        qkv = qkv.unflatten(-1, (-1, n + 2, self.head_dim))  # (B, T, H_kv, n + 2, D)
+        q, k, v = qkv.split((n, 1, 1), dim=-2)
         q, k, v = (t.flatten(2, 3).transpose(1, 2) for t in (q, k, v))  # (B, H or H_kv, T, D)
         if batch.rope is not None:
             q, k = rotate(q, batch.rope), rotate(k, batch.rope)
