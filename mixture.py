@@ -206,8 +206,7 @@ def rebalance(model, sum_over_devices=None, step_taken=True):
         if router.config.bias_rate and step_taken:
             if sum_over_devices is not None:
                 sum_over_devices(router.load)
-            below = (
-                router.load.sum() - router.load * len(router.load)
-            ).sign()  # the mean: 1, or -1
-            router.choice_bias += router.config.bias_rate * below.to(router.choice_bias.dtype)
+            load, bias = router.load, router.choice_bias
+            step = (load.sum() - load * len(load)).sign()  # 1 where it is below the mean, or -1
+            bias += router.config.bias_rate * step.to(bias.dtype)
         router.load.zero_()
