@@ -6,8 +6,9 @@
     embedding   g0 + g1 + g2 -->  ranks 0, 1 and 2: AdamW on a third each     --> new embedding
 
 A matrix's momentum, U S V^T in its singular value decomposition, has a few large singular values: a
-step along it moves little else. Muon steps along nearly U V^T, so all directions move equally far.
-Five Newton-Schulz steps compute it, from the whole matrix. So each matrix has one owner.
+step along it moves the weights in those directions only. Muon steps along nearly U V^T, so all move
+equally far. Five Newton-Schulz steps compute it, from the whole matrix. So ZeRO's slices won't do:
+each matrix has one owner.
 
 Split     Each of the layers' matrices goes to one rank, so that all ranks have about equal work.
           All other parameters take AdamW, which works on any piece: each rank owns 1/N of each.
@@ -20,7 +21,8 @@ Computed  Per step, on the owner: 20 m^2 n + 10 m^3 FLOPs for a matrix of m x n,
           = 4096 and a million tokens a step that is 2% of the model's own 6 m n a token.
 Backward  The model's own. A matrix is reduced as soon as its gradient is there.
 Use       For the layers of a language model: a lower loss than AdamW's after as many tokens.
-Limits    More ranks than matrices are no faster. Beside tensor parallelism: muon_in_grid.py.
+Limits    More ranks than matrices are no faster. Keep weights in float32: in bfloat16 small steps
+          and the decay round away. Beside tensor parallelism: muon_in_grid.py.
 
     torchrun --nproc_per_node=4 muon.py                 python muon.py --family llama --experts 4
 
@@ -42,9 +44,10 @@ def orthogonalize(matrix, dtype=None):
     """Nearly U V^T of a matrix U S V^T, or of each matrix in a stack (..., rows, columns). dtype:
     what the iteration computes in. None: as the matrix.
 
-    Five Newton-Schulz steps change each singular value s. At first s <= 1, because the matrix is
-    divided by its norm. Jordan's factors lift small s fast, but don't converge: any s from 0.002 to
-    1 ends between 0.68 and 1.21. That is near enough to 1. A smaller one grows up to 485-fold."""
+    x x^T x = U S^3 V^T: odd powers keep U and V. So each of five Newton-Schulz steps puts every
+    singular value s through one polynomial. At first s <= 1, because the matrix is divided by its
+    norm. Jordan's factors lift small s fast, but don't converge: any s from 0.002 to 1 ends between
+    0.68 and 1.21. That is near enough to 1. A smaller one grows up to 485-fold."""
     if matrix.shape[-2] > matrix.shape[-1]:
         return orthogonalize(matrix.mT, dtype).mT  # so that `gram` has the shorter side
     a, b, c = 3.4445, -4.7750, 2.0315
@@ -94,7 +97,7 @@ class PlainMuon(torch.optim.Optimizer):
     def update_of(self, direction, p, dtype):
         """The orthogonalised direction, scaled to a root mean square of about 0.2."""
         rows = getattr(p, "matrix_rows", direction.shape[-2])
-        matrices = direction.reshape(-1, rows, direction.shape[-1])  # one, or a pile of them
+        matrices = direction.reshape(-1, rows, direction.shape[-1])  # one, or a stack of them
         # U V^T has the root mean square 1 / sqrt(longer side)
         scale = 0.2 * max(matrices.shape[-2:]) ** 0.5
         return scale * orthogonalize(matrices, dtype).view(direction.shape)
@@ -161,8 +164,8 @@ class OwnedBucket:
         AdamW's parameters    | rank 0 | rank 1 | ... | rank N-1 |  a slice each: owner is None
 
     owned           {rank: the slice that it owns}. own_slice: this rank's, maybe empty
-    pieces, slices  of each parameter: what this rank owns of it, maybe nothing, as a parameter for
-                    an optimizer; its place in the flat tensor
+    pieces          what this rank owns of each parameter, maybe nothing: for the optimizers
+    slices          each parameter's place in the flat tensors: for checkpoints
     grads_left      how many of grads_per_step gradients backward has still to add"""
 
     def __init__(self, parameters, owner, group, grads_per_step):
@@ -276,7 +279,7 @@ class Muon:
             if bucket.owner is None:
                 (decayed if bucket.parameters[0].dim() > 1 else undecayed).extend(bucket.pieces)
             elif bucket.owner == bucket.rank:
-                own_matrices += bucket.parameters
+                own_matrices += bucket.pieces
         self.muon = self.optimizer_class([{"params": own_matrices}], lr, weight_decay, **options)
         decays = (decayed, weight_decay), (undecayed, 0.0)
         groups = [{"params": pieces, "weight_decay": decay} for pieces, decay in decays]
@@ -476,7 +479,7 @@ def demo(run):
             part = model(tokens, targets=targets, target_count=run.target_count, sample_ids=samples)
             part.backward()
             loss += part.detach()
-        started_in_backward = muon.reductions_started
+        started_in_backward = muon.reductions_started  # for the receipt
         dist.all_reduce(loss, group=group)
         norm = muon.grad_norm()
         run.check(loss, norm, lambda: muon.gather_full(model.named()))
