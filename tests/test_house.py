@@ -55,7 +55,7 @@ CEILINGS = {
     "trainer": 2235,
     "simulator": 1973,
     "exercises": 300,
-    "tests": 12423,
+    "tests": 12421,
     "benchmarks": 2511,
 }
 DEMO = "# --- demo ---"
