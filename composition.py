@@ -7,26 +7,25 @@
 Order     First a technique cuts the model: its tensors, its experts or its layers. Then data
           parallelism (DDP, ZeRO, FSDP) takes a rank's shards as the model of its column.
 Sum       A gradient is summed over the ranks that have the same shard and saw other data: over a
-          column. For some parameters the cutting technique says more, in an attribute, p.placement:
+          column. For some parameters the cutting technique says more, in a dict, p.placement:
 
-    up.weight     {"cuts": {0: (tp, 256, 256)}}   tp rank 1 of 2 has rows 256 to 511 of (512, 128);
-                                                  the other ranks of the group have other rows
-    down.weight   {"cuts": {1: (tp, 256, 256)}}   the same units, here columns
-    norm.weight   {"partial": [tp]}               it saw a part of the tokens: sum over tp, too
-    an expert     {"cuts": {0: (ep, 2, 2)},       2 and 3 of (E, ...). Sum over its replicas, not
-                   "data": replicas}              over the column
+    "cuts": {dimension: (group, start, length)}    this rank has [start : start + length] of that
+                                                   dimension, the group's other ranks the rest.
+                                                   up.weight (512, 128) on tp rank 1 of 2:
+                                                   {0: (tp, 256, 256)}, rows 256 to 511
+    "partial": [tp]      a norm's weight that saw a part of the tokens: sum over tp, too
+    "data": replicas     an expert: sum over its replicas, not over the column
 
-          "shape" is that of the whole parameter. One without the attribute, such as down's bias, is
-          whole on every rank of a row.
+          Without it, as down's bias, a parameter is whole on every rank of a row.
 Norm      Every element counts once. A rank squares its part of each gradient and divides by the
           number of ranks that have the same part. The whole grid adds up.
 Sent      As by each alone, but data parallelism sends only a rank's shards. For the norm 8 bytes
           per group. What sends most goes into the rows, on neighbours in a node: here tp.
 Use       docs/use/two-techniques.md has the loop for each pair, on a model of plain modules.
-Copy      The plain form with its two checks stands alone. The classes need the tops of zero.py and
-          fsdp.py, too.
+Copy      The plain form with its checks stands alone, up to the classes. These need the tops of
+          zero.py and fsdp.py, too.
 
-    torchrun --nproc_per_node=4 composition.py --tp 2           python train.py --tp 2 --zero 3
+    torchrun --nproc_per_node=4 composition.py --tp 2        python composition.py --tp 2 --zero 2
 
 Narayanan et al. 2021, arXiv:2104.04473. Zhao et al. 2023 (hybrid sharding), arXiv:2304.11277.
 """
@@ -49,8 +48,8 @@ def sum_in_grid(parameters, data_group):
         grid = torch.arange(dist.get_world_size()).view(-1, t)          # t ranks in a row
         tp, _ = dist.new_subgroups_by_enumeration(grid.tolist())        # this rank's row
         dp, _ = dist.new_subgroups_by_enumeration(grid.T.tolist())      # its column
-        cut(model, tp)                               # as tensor_parallel.py: writes p.placement
-        for micro_batches, target_count in batches:  # of this row of ranks; targets of the batch
+        cut(model, tp)                               # tensor_parallel.py's loop over the blocks
+        for micro_batches, target_count in batches:  # equal on a row. The targets of all rows
             optimizer.zero_grad()
             for x, y in micro_batches:
                 loss = cross_entropy(model(x), y, reduction="sum") / target_count
@@ -81,8 +80,8 @@ def groups_cutting(p):
 
 
 def norm_in_grid(parameters, groups):
-    """The norm of the whole gradient, a float64 scalar, the same on all ranks. groups: those of the
-    grid, [dp, tp]. Their ranks together hold every parameter."""
+    """The norm of the whole gradient, a float64 scalar, the same on all ranks. groups: all
+    dimensions of the grid, [dp, tp]."""
     trained = [p for p in parameters if p.grad is not None]
     check_grid(trained, groups)
     square = torch.zeros((), dtype=torch.float64, device=trained[0].device)
@@ -100,21 +99,63 @@ def count_ranks(groups):
     return math.prod(dist.get_world_size(group) for group in groups)
 
 
-# --- ZeRO and FSDP in a grid. Each of three classes adds one thing:
-#     InGrid           parameters that another technique has cut
-#     HybridSharding   a whole replica of the states on each node (HSDP)
-#     InPipeline       several stages on a rank, backward in two parts
-#
-# A method does its part and calls the next class's:
-#     make_bucket    InPipeline: its passes, InGrid: its group, HybridSharding: its node, then ZeRO
-#     finish         ZeRO: the sums that run, HybridSharding: over replicas, InGrid: partial sums
+# --- the plain form's mistakes that would be silent: refused
+
+
+def check_data_group(p, data_group):
+    ranks = set(dist.get_process_group_ranks(data_group))
+    for cut_over in groups_cutting(p):
+        if len(ranks.intersection(dist.get_process_group_ranks(cut_over))) > 1:
+            advice = "give a column, or for experts their replicas (data_group)"
+            raise ValueError(f"a sum over {sorted(ranks)} would add different shards: {advice}")
+
+
+def check_grid(parameters, groups):
+    cut_over = set()
+    for p in parameters:
+        if placed(p, "data", None) is None:  # experts may be dealt out over several groups
+            cut_over.update(groups_cutting(p))
+    for group in cut_over:
+        if not any(is_within(group, of_grid) for of_grid in groups):
+            ranks = dist.get_process_group_ranks(group)
+            raise ValueError(f"the norm lacks ranks of {ranks}: give all of the grid, [dp, tp]")
+
+
+def is_within(inner, outer):
+    """Whether the ranks of a group are among those of another one, which may be None."""
+    if outer is None:
+        return False
+    ranks = set(dist.get_process_group_ranks(inner))
+    return ranks.issubset(dist.get_process_group_ranks(outer))
+
+
+# --- ZeRO and FSDP in a grid, and with several stages of a pipeline on a rank. A method does its
+#     part and calls the next class's: make_bucket InPipeline's (its passes), InGrid's (its groups),
+#     then ZeRO's
 
 
 class InGrid:
     """ZeRO for a model that another technique has cut. A bucket's parameters are all summed over
-    the same groups. Each element counts once in the norm: zero.grad_norm([tp])."""
+    the same groups. Each element counts once in the norm: zero.grad_norm([tp]).
+
+    hsdp: each node holds a whole replica of the states, split over its own ranks (HSDP). So the
+    weights are gathered inside nodes only. Gradients are summed twice: reduce-scattered inside a
+    node, then each shard all-reduced with its replicas on the other nodes.
+
+        node 0    rank 0: shard 0    rank 1: shard 1      node    0 1 | 2 3    (rows of a grid)
+        node 1    rank 2: shard 0    rank 3: shard 1      across  0 2 | 1 3    (columns)
+
+    hsdp    {group: (node, across)}, for the data-parallel group, and for that of experts. across:
+            None if there is one node. A group that is missing here is split as a whole. zero.py
+            --shard-ranks 2 shows it"""
 
     takes_shards = True  # ZeRO alone refuses parameters with a placement
+
+    def __init__(self, model, group, *arguments, hsdp=None, **options):
+        self.hsdp = hsdp or {}
+        self.replica_sums = []  # of shards over replicas, on their way
+        check_hsdp(self.hsdp)
+        super().__init__(model, group, *arguments, **options)
 
     def kind_of(self, p):
         data_group = placed(p, "data", self.group)
@@ -122,12 +163,22 @@ class InGrid:
         return *super().kind_of(p), data_group, tuple(placed(p, "partial", ()))
 
     def make_bucket(self, parameters, **options):
-        options["group"] = placed(parameters[0], "data", self.group)
-        return super().make_bucket(parameters, **options)
+        group = placed(parameters[0], "data", self.group)
+        node, across = self.hsdp.get(group, (group, None))
+        bucket = super().make_bucket(parameters, group=node, **options)
+        bucket.replica_group = across
+        return bucket
+
+    def shard_is_summed(self, bucket):  # over the node
+        if bucket.replica_group is not None and bucket.passes_left == 0:
+            options = dict(group=bucket.replica_group, async_op=True)
+            self.replica_sums.append(dist.all_reduce(bucket.gradient_shard, **options))
 
     def finish(self):
         called_again = self.finished
         super().finish()
+        while self.replica_sums:
+            self.replica_sums.pop().wait()
         if called_again:  # don't add partial sums twice
             return
         for bucket in self.trained_buckets:
@@ -164,50 +215,6 @@ def norm_of_parts(parts, groups, pipeline_group=None):
         if dist.get_world_size(group) > 1:
             dist.all_reduce(square, group=group)
     return square.sqrt()
-
-
-def is_within(inner, outer):
-    """Whether the ranks of a group are among those of another one, which may be None."""
-    if outer is None:
-        return False
-    ranks = set(dist.get_process_group_ranks(inner))
-    return ranks.issubset(dist.get_process_group_ranks(outer))
-
-
-class HybridSharding:
-    """ZeRO where each node holds a whole replica of the states, split over its own ranks. So the
-    weights are gathered inside nodes only. Gradients are summed twice: reduce-scattered inside a
-    node, then each shard all-reduced with its replicas on the other nodes.
-
-        node 0    rank 0: shard 0    rank 1: shard 1      node    0 1 | 2 3    (rows of a grid)
-        node 1    rank 2: shard 0    rank 3: shard 1      across  0 2 | 1 3    (columns)
-
-    hsdp    {group: (node, across)}, for the data-parallel group, and for that of experts. across:
-            None if there is one node. A group that is missing here is split as a whole. zero.py
-            --shard-ranks 2 shows it"""
-
-    def __init__(self, model, group, *arguments, hsdp=None, **options):
-        self.hsdp = hsdp or {}
-        self.replica_sums = []  # of shards over replicas, on their way
-        check_hsdp(self.hsdp)
-        super().__init__(model, group, *arguments, **options)
-
-    def make_bucket(self, parameters, group=None, **options):
-        group = group or self.group
-        node, across = self.hsdp.get(group, (group, None))
-        bucket = super().make_bucket(parameters, group=node, **options)
-        bucket.replica_group = across
-        return bucket
-
-    def shard_is_summed(self, bucket):  # over the node
-        if bucket.replica_group is not None and bucket.passes_left == 0:
-            options = dict(group=bucket.replica_group, async_op=True)
-            self.replica_sums.append(dist.all_reduce(bucket.gradient_shard, **options))
-
-    def finish(self):
-        super().finish()
-        while self.replica_sums:
-            self.replica_sums.pop().wait()
 
 
 class InPipeline:
@@ -274,42 +281,21 @@ class UnitsInPipeline(InPipeline):
         return self.units if self.action is None else self.units_of_stage[self.action.stage]
 
 
-# Leave out a base that you don't need. InGrid stands before HybridSharding, which splits the group
-# that InGrid names: the other way round gradients would be summed over the nodes twice
+class ComposedZeRO(InPipeline, InGrid, ZeRO):
+    """ZeRO with both. The loop and the other arguments are ZeRO's.
+
+        zero = ComposedZeRO(model, dp, 1, torch.optim.AdamW, microbatches=2)
+        # the rest as with ZeRO, but for the norm
+        norm = zero.grad_norm([tp])
+
+    Without several stages leave out InPipeline."""
 
 
-class ComposedZeRO(InPipeline, InGrid, HybridSharding, ZeRO):
-    """ZeRO with all three. The loop and the other arguments are ZeRO's.
-
-    zero = ComposedZeRO(model, dp, 1, torch.optim.AdamW, microbatches=2)
-    # the rest as with ZeRO, but for the norm
-    norm = zero.grad_norm([tp])"""
-
-
-class ComposedFSDP(UnitsInPipeline, InGrid, HybridSharding, FSDP):
-    """FSDP with all three, as ComposedZeRO."""
+class ComposedFSDP(UnitsInPipeline, InGrid, FSDP):
+    """FSDP with both, as ComposedZeRO."""
 
 
 # --- mistakes that would be silent: refused
-
-
-def check_data_group(p, data_group):
-    ranks = set(dist.get_process_group_ranks(data_group))
-    for cut_over in groups_cutting(p):
-        if len(ranks.intersection(dist.get_process_group_ranks(cut_over))) > 1:
-            advice = "give shard_experts the data_group of the ranks with the same experts"
-            raise ValueError(f"a sum would add gradients of different shards: {advice}")
-
-
-def check_grid(parameters, groups):
-    cut_over = set()
-    for p in parameters:
-        if placed(p, "data", None) is None:  # experts may be dealt out over several groups
-            cut_over.update(groups_cutting(p))
-    for group in cut_over:
-        if not any(is_within(group, of_grid) for of_grid in groups):
-            ranks = dist.get_process_group_ranks(group)
-            raise ValueError(f"the norm lacks ranks of {ranks}: give all of the grid, [dp, tp]")
 
 
 def check_hsdp(hsdp):
