@@ -63,7 +63,7 @@ def plain_document_attention(q, k, v, starts, held, group):
     Autograd goes through it.
 
         held = torch.arange(T).view(n, -1)    # (n, T') positions of each rank's tokens: consecutive
-        held = deal_tokens(T, n, starts)      # or as below, where work is even, if 8 n divides T
+        # or: held = deal_tokens(T, n, starts), below, where work is even. 8 n divides T then
         y = plain_document_attention(q, k, v, starts, held, group)    # all on one device"""
     rank, ranks = dist.get_rank(group), range(dist.get_world_size(group))
 
@@ -84,8 +84,9 @@ def plain_document_attention(q, k, v, starts, held, group):
 
 
 class DocumentRing(Ring):
-    """In place of attention's core, as Ring. starts (B, T) on the host, a new tensor for each
-    batch: where each token's document starts.
+    """In place of attention's core, as Ring. starts (B, T) on the host: where each token's document
+    starts. On nccl call dist.barrier(group) first: it connects all ranks in a group's first
+    message, and some may have no keys to send.
 
         ring = DocumentRing(group)
         model = Decoder(lambda q, k, v: ring(q, k, v, starts))
@@ -106,7 +107,8 @@ class DocumentRing(Ring):
         check_qkv(q, k, v)
         check_chunks(q, self)
         check_starts(starts, q, self.n)
-        plan = find_plan(self.rank, self.n, q.shape[2], self.zigzag, starts, q.device)
+        where = self.rank, self.n, q.shape[2], self.zigzag
+        plan = find_plan(*where, starts, q.device, starts._version)
         # All rows as one, (1, H, B T', D): so a tile of one row is a run of tokens
         q, k, v = (t.transpose(0, 1).flatten(1, 2).unsqueeze(0) for t in (q, k, v))
         y = DocumentRingAttention.apply(q, k, v, self.group, plan)
@@ -242,17 +244,16 @@ class Plan(NamedTuple):
     used_of: list  # used_of[r]: the keys of rank r that this rank uses
 
 
-@lru_cache(maxsize=32)  # for all layers. starts is hashed by identity: never change it
-def find_plan(rank, n, tokens, zigzag, starts, device="cpu"):
+@lru_cache(maxsize=32)  # for all layers. starts is hashed by identity: version changes with it
+def find_plan(rank, n, tokens, zigzag, starts, device="cpu", version=0):
     check_documents(starts)
     held = deal_tokens(n * tokens, n, starts, zigzag)
     tiles = [document_tiles(held[rank], keys, starts) for keys in held]
     others = [document_tiles(queries, held[rank], starts) for queries in held]
     tiles[rank] = others[rank] = []  # a rank's own keys don't travel
-    used_by, used_of = (
-        [used_keys(of_rank, len(starts) * tokens).to(device) for of_rank in of_ranks]
-        for of_ranks in (others, tiles)
-    )
+    count = len(starts) * tokens
+    used_by = [used_keys(of_rank, count).to(device) for of_rank in others]
+    used_of = [used_keys(of_rank, count).to(device) for of_rank in tiles]
     tiles[rank] = own_tiles(held[rank], starts)
     return Plan(tiles, used_by, used_of)
 

@@ -35,10 +35,11 @@ def test_documents_are_each_alone(ranks):
     ways = ("ring", "ulysses", "ring-ulysses", "contiguous", "plain tiles", "efficient")
 
     def work(rank):
-        found = []
-        for way in ways:
+        found, changed, rest = [], torch.zeros_like(starts), (4, size, 64, 7, torch.float64)
+        for way in ways:  # in one tensor, which held one document a row before
             with case(way):
-                found.append(attention(rank, way, 4, size, 64, 7, torch.float64, starts))
+                attention(rank, way, *rest, changed.zero_())
+                found.append(attention(rank, way, *rest, changed.copy_(starts)))
         for off in ((starts - 1).clamp(min=0), torch.where(starts > 0, starts + 1, 0)):
             pd.find_plan.cache_clear()
             with mock.patch.object(pd, "document_tiles", off_by_one(off)):
@@ -82,8 +83,7 @@ def test_documents_send_the_keys_that_tiles_use(ranks):
     sent = sum(len(keys) for plan in plans for keys in plan.used_by)
     assert sent / (3 * 256) == pytest.approx(0.52, abs=0.005)
 
-    size, starts = (3, 4, 2, 8), starts_of(LENGTHS)
-    find_plan = pd.find_plan
+    size, starts, find_plan = (3, 4, 2, 8), starts_of(LENGTHS), pd.find_plan
 
     def one_less(*where):
         plan = find_plan(*where)
