@@ -41,7 +41,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _push_mode
 
-from pipeline import Mailbox, Row, Schedule
+from pipeline import Action, Mailbox, Row, Schedule
 from zero_bubble import SplitPipeline
 
 # --- the whole idea: a backward and a forward that take turns
@@ -128,6 +128,17 @@ class Turns:
 # --- the schedule
 
 
+class MixedRow(Row):
+    """A row in which a stage has B, and I and W. A backward counts as both of its parts."""
+
+    def add(self, kinds, *stages):
+        for stage in stages:
+            for kind in kinds:
+                parts = "IW" if kind == "B" else kind
+                self.append(Action(kind, self.counts[parts[0], stage], stage))
+                self.counts.update((part, stage) for part in parts)
+
+
 def dualpipev(rank, ranks, microbatches):
     """A rank's row of the schedule above, with the stages of zb_v. The phases are those of
     DeepSeek's code. Rank 0 of 2, with 4 micro-batches:
@@ -139,7 +150,7 @@ def dualpipev(rank, ranks, microbatches):
     if microbatches < 2 * ranks:
         count = f"at least {2 * ranks} micro-batches, twice as many as ranks"
         raise ValueError(f"dualpipev needs {count}, not {microbatches}")
-    near, far, row = rank, 2 * ranks - 1 - rank, Row()
+    near, far, row = rank, 2 * ranks - 1 - rank, MixedRow()
     later_ranks = ranks - 1 - rank
     # 1: forwards, until the first micro-batch is back on the far side
     row.add("F" * (2 * later_ranks), near)

@@ -31,7 +31,6 @@ GPipe arXiv:1811.06965; 1F1B arXiv:2006.09503; interleaved arXiv:2104.04473.
 
 import collections
 import contextlib
-import functools
 import itertools
 from typing import NamedTuple
 
@@ -51,26 +50,28 @@ def cut(layers, stages):
 
 def plain_pipeline(stage, row, inputs, targets, loss_fn, like, down, up):
     """One step of this rank: `row` is its line of the picture, "F" a forward, "B" a backward.
-    Gradients are left in .grad. For rank r of p, with m micro-batches:
+    Leaves gradients in .grad, and returns the last rank's losses. For rank r of p, with m
+    micro-batches:
 
         gpipe = "F" * m + "B" * m
         ahead = min(p - 1 - r, m)
         one_f_one_b = "F" * ahead + "FB" * (m - ahead) + "B" * ahead
 
-        down, up = dist.new_group(), dist.new_group()    # in one, a send could block the other way
+        down, up = dist.new_group(), dist.new_group()    # of activations, and of their gradients
         stage = cut([embedding, *blocks, head], p)[r]
         optimizer = torch.optim.SGD(stage.parameters())
 
         def loss_fn(y, target):    # on the last rank. y: (b, T, V)
             return F.cross_entropy(y.mT, target, reduction="sum") / target_count  # of the batch
 
+        like = torch.empty(b, T, C)    # shape, dtype and device of what stages send each other
         for inputs, targets, target_count in batches:    # the same lists on every rank
             optimizer.zero_grad()
-            like = torch.empty(b, T, C)
             losses = plain_pipeline(stage, one_f_one_b, inputs, targets, loss_fn, like, down, up)
             optimizer.step()
 
-    like: a tensor with the shape, dtype and device of what stages send each other."""
+    nccl passes a group's messages between two ranks in order: in one group a send down could block
+    one up."""
     rank, last = dist.get_rank(down), dist.get_world_size(down) - 1
     batches = zip(inputs, targets)  # rank 0 reads the inputs, the last rank the targets
     saved, losses, sends = collections.deque(), [], []
@@ -102,8 +103,8 @@ def plain_pipeline(stage, row, inputs, targets, loss_fn, like, down, up):
     return losses
 
 
-# --- the same for any schedule. What is new: several stages on a rank, stages without gradients,
-#     and messages that arrive while a rank computes. First a schedule: each rank's actions in order
+# --- the same for any schedule: with several stages on a rank, stages without gradients, and
+#     messages that arrive while a rank computes. First a schedule: each rank's actions in order
 
 
 class Action(NamedTuple):
@@ -127,10 +128,8 @@ class Row(list):
     def add(self, kinds, *stages):
         for stage in stages:
             for kind in kinds:
-                number = self.counts["I" if kind == "B" else kind, stage]
-                self.append(Action(kind, number, stage))
-                for part in "IW" if kind == "B" else kind:  # a backward is both of its parts
-                    self.counts[part, stage] += 1
+                self.append(Action(kind, self.counts[kind, stage], stage))
+                self.counts[kind, stage] += 1
 
 
 def gpipe(rank, ranks, microbatches):
@@ -150,6 +149,60 @@ def one_f_one_b(rank, ranks, microbatches):
     return Row("F" * ahead + "FB" * (microbatches - ahead) + "B" * ahead, rank)
 
 
+# --- what an action waits for, and what it sends
+
+
+class Message(NamedTuple):
+    """Activations (kind "F") or their gradient (kind "B") on their way to a stage."""
+
+    kind: str
+    microbatch: int
+    stage: int
+    source: int  # rank
+    target: int  # rank
+
+
+class Schedule:
+    """A row of actions for each rank: schedule[rank]. owner: {stage: the rank that holds it}. last:
+    the last stage. Raises ValueError if an action is missing or there twice, if two ranks hold a
+    stage, or if ranks would wait for each other."""
+
+    def __init__(self, rows):
+        self.rows = [tuple(row) for row in rows]
+        self.owner = {}
+        for rank, row in enumerate(self.rows):
+            self.owner |= {action.stage: rank for action in row}
+        self.last = len(self.owner) - 1
+        check_actions(self)
+        self.receives_before = plan_receives(self)
+
+    def __getitem__(self, rank):
+        return self.rows[rank]
+
+    def stages(self, rank):
+        return sorted(stage for stage, owner in self.owner.items() if owner == rank)
+
+    def steps(self, rank):
+        """A rank's actions, in tuples of those that start together. dualpipe.py pairs some."""
+        return [(action,) for action in self[rank]]
+
+    def outgoing(self, action):
+        """The message that an action sends: F to the next stage, B or I to the stage before. None
+        at the ends of the pipeline, and for W."""
+        kind, m, stage = action
+        receiver = stage + 1 if kind == "F" else stage - 1
+        if kind == "W" or receiver not in self.owner:
+            return None
+        kind = "F" if kind == "F" else "B"  # I sends what B would
+        return Message(kind, m, receiver, self.owner[stage], self.owner[receiver])
+
+    def incoming(self, action):
+        """The message that an action waits for, or None. F of stage 3 waits for what F of stage 2
+        sends, B of stage 3 for what B of stage 4 sends."""
+        sender = action.stage - 1 if action.kind == "F" else action.stage + 1
+        return self.outgoing(action._replace(stage=sender)) if sender in self.owner else None
+
+
 # --- the executor. For each action of a rank's row, in order:
 #     Mailbox.receive     the message that it waits for (Schedule.incoming)
 #     Pipeline.compute    the forward or backward of its stage
@@ -161,9 +214,8 @@ class Pipeline:
     add up in the parameters' .grad.
 
         schedule = Schedule(one_f_one_b(r, ranks, microbatches) for r in range(ranks))
-        stages = cut(layers, schedule.last + 1)    # a large model: on the meta device. Then give
-        # `held` memory by to_empty(device=device), and weights
-        held = nn.ModuleList(stages[s] for s in schedule.stages(rank))
+        stages = cut(layers, schedule.last + 1)
+        held = nn.ModuleList(stages[s] for s in schedule.stages(rank)).to(device)    # only these
         optimizer = torch.optim.AdamW(held.parameters())
 
         def forward(s, m, x):    # stage, micro-batch; x: from the stage before, None on stage 0
@@ -177,17 +229,17 @@ class Pipeline:
             optimizer.zero_grad()
             losses = pipeline.run()
             # reduce_tied(head.weight, ends), where the embedding's matrix is on another rank
-            # To clip: p.grad.square().sum() of all parameters, the shared one on one rank only,
-            # all-reduced. clip_grad_norm_ sees one rank
+            # To clip: all-reduce the squared norm. clip_grad_norm_ sees this rank's stages only
             optimizer.step()
 
     target_count: the number of targets of the whole batch, all micro-batches and all data-parallel
     ranks. A mean per micro-batch would be wrong where these have different numbers of targets.
-    shape, dtype: of the activations between stages, the same for every micro-batch and rank.
-    links: for one pipeline of several, open_links(make_links(ranks), schedule, device). By default
-    all ranks are one pipeline. After an exception make new ones: messages may be on their way.
-    around(action): a context manager for ZeRO, entered while an action computes, not while it
-    waits."""
+    shape, dtype: of the activations between stages, the same for every micro-batch and rank. After
+    an exception make a new one: messages may be on their way.
+
+    Beside other techniques: links, for one pipeline of several, is open_links(make_links(ranks),
+    schedule, device). around(action), for ZeRO, is a context manager, entered while an action
+    computes, not while it waits."""
 
     def __init__(
         self, schedule, forward, shape, dtype, device, links=None, around=contextlib.nullcontext
@@ -238,86 +290,24 @@ class Pipeline:
         return None if x is None else x.grad
 
 
-# --- what an action waits for, and what it sends
-
-
-class Message(NamedTuple):
-    """Activations (kind "F") or their gradient (kind "B") on their way to a stage."""
-
-    kind: str
-    microbatch: int
-    stage: int
-    source: int  # rank
-    target: int  # rank
-
-    @property
-    def channel(self):
-        """Messages of one channel arrive in the order in which they are sent."""
-        return self.kind, self.source, self.target
-
-
-class Schedule:
-    """A row of actions for each rank: schedule[rank]. owner: {stage: the rank that holds it}. last:
-    the last stage. Raises ValueError if an action is missing or there twice, or if two ranks hold a
-    stage."""
-
-    def __init__(self, rows):
-        self.rows = [tuple(row) for row in rows]
-        self.owner = {}
-        for rank, row in enumerate(self.rows):
-            self.owner |= {action.stage: rank for action in row}
-        self.last = len(self.owner) - 1
-        check_actions(self)
-
-    def __getitem__(self, rank):
-        return self.rows[rank]
-
-    @functools.cached_property
-    def receives_before(self):
-        return plan_receives(self)
-
-    def stages(self, rank):
-        return sorted(stage for stage, owner in self.owner.items() if owner == rank)
-
-    def steps(self, rank):
-        """A rank's actions, in tuples of those that start together. dualpipe.py pairs some."""
-        return [(action,) for action in self[rank]]
-
-    def outgoing(self, action):
-        """The message that an action sends: F to the next stage, B or I to the stage before. None
-        at the ends of the pipeline, and for W."""
-        kind, m, stage = action
-        receiver = stage + 1 if kind == "F" else stage - 1
-        if kind == "W" or receiver not in self.owner:
-            return None
-        kind = "F" if kind == "F" else "B"  # I sends what B would
-        return Message(kind, m, receiver, self.owner[stage], self.owner[receiver])
-
-    def incoming(self, action):
-        """The message that an action waits for, or None. F of stage 3 waits for what F of stage 2
-        sends, B of stage 3 for what B of stage 4 sends."""
-        sender = action.stage - 1 if action.kind == "F" else action.stage + 1
-        return self.outgoing(action._replace(stage=sender)) if sender in self.owner else None
-
-
 # --- messages between ranks
 
 
 class Mailbox:
     """This rank's messages of one run. Sends return at once. Messages have no names: the n-th
-    receive of a channel gets what the n-th send has sent, so both are in the same order."""
+    receive from a rank, of one kind, gets what the n-th send has sent."""
 
     def __init__(self, pipeline):
         self.pipeline = pipeline
         self.arriving = {}  # {message: (tensor, handle of its receive)}
-        self.sends = []  # (tensor, handle): both must live until the send is done
+        self.sends = []  # (tensor, handle): a tensor must live until its send is done
 
     def receive(self, action):
         """Post the receives planned before an action. Return the message that it waits for."""
         pipeline = self.pipeline
         for message in pipeline.schedule.receives_before[action]:
             buffer = torch.empty(pipeline.shape, dtype=pipeline.dtype, device=pipeline.device)
-            group = group_for(pipeline.links, message.channel)
+            group = group_for(pipeline.links, message)
             work = dist.irecv(buffer, group=group, group_src=message.source)
             self.arriving[message] = buffer, work
         message = pipeline.schedule.incoming(action)
@@ -337,9 +327,9 @@ class Mailbox:
             return
         check_message(self.pipeline, action, tensor)
         tensor = tensor.contiguous()
-        # Drop the tensors that have left
+        # Drop the tensors that have left. (gloo says so only after wait())
         self.sends = [(t, work) for t, work in self.sends if not work.is_completed()]
-        group = group_for(self.pipeline.links, message.channel)
+        group = group_for(self.pipeline.links, message)
         self.sends.append((tensor, dist.isend(tensor, group=group, group_dst=message.target)))
 
     def close(self):
@@ -356,15 +346,14 @@ def plan_receives(schedule):
         1F1B on rank 1 of 3. <F1 posts the receive of F1's input, <B1 that of B1's gradient
         <F0 F0 <F1 F1 <F2 <B0 B0 <B1 F2 B1 <F3 <B2 F3 B2 <F4 <B3 F4 B3 <B4 B4
 
-    A receive is posted before its rank's first action that starts after the message was sent. Not
-    as late as it is needed: then the rank would wait while the message travels. And not earlier: on
-    nccl a posted receive is a kernel that spins until its message comes, and while it spins CUDA
-    may have to wait for an idle device, to load a kernel or to free memory. If the sender waits for
-    this rank, too, both hang.
+    A receive is posted before its rank's first action that starts after the send. Later, the rank
+    would wait while the message travels. Earlier, it may hang on nccl: a posted receive is a kernel
+    that spins until its message comes, and CUDA may need an idle device to load a kernel or to free
+    memory.
 
-    This plays the schedule in rounds. In each every rank runs its next action, if the message that
-    it waits for was sent in an earlier round. The last rank goes first in a round: in the other
-    order 1F1B's receives would spin twice as long."""
+    To find that action, this plays the schedule in rounds: each rank runs its next action if its
+    message was sent in an earlier round. The last rank goes first: for a lower rank "next" is then
+    still its action of this round, so 1F1B's receives spin half as long."""
     plan = collections.defaultdict(list)
     sent = {None}  # None: an action that waits for nothing
     rows = [collections.deque(schedule.steps(rank)) for rank in range(len(schedule.rows))]
@@ -379,7 +368,7 @@ def plan_receives(schedule):
             for message in map(schedule.outgoing, row.popleft()):
                 sent.add(message)
                 if message is not None and message.source != message.target:
-                    next_step = rows[message.target][0]  # of a lower rank: this round's
+                    next_step = rows[message.target][0]  # what the receiver has not begun yet
                     plan[next_step[0]].append(message)
     return plan
 
@@ -393,10 +382,8 @@ def make_links(ranks=None):
     return [dist.new_group(ranks) for _ in range(4)]
 
 
-def group_for(links, channel):
-    kind, source, target = channel
-    to_later, to_earlier = links[:2] if kind == "F" else links[2:]
-    return to_later if source < target else to_earlier
+def group_for(links, message):
+    return links[2 * (message.kind == "B") + (message.source > message.target)]
 
 
 def open_links(links, schedule, device):
@@ -405,13 +392,13 @@ def open_links(links, schedule, device):
     rank = dist.get_rank(links[0])
     number = torch.zeros(1, device=device)
     messages = {schedule.outgoing(action) for row in schedule.rows for action in row} - {None}
-    for channel in sorted({m.channel for m in messages if m.source != m.target}):
-        _, source, target = channel
-        group = group_for(links, channel)
-        if rank == source:
-            dist.send(number, group=group, group_dst=target)
-        elif rank == target:
-            dist.recv(number, group=group, group_src=source)
+    channels = {(m.kind, m.source, m.target): m for m in sorted(messages) if m.source != m.target}
+    for message in channels.values():
+        group = group_for(links, message)
+        if rank == message.source:
+            dist.send(number, group=group, group_dst=message.target)
+        elif rank == message.target:
+            dist.recv(number, group=group, group_src=message.source)
     return links
 
 
@@ -446,7 +433,8 @@ def interleaved(rank, ranks, microbatches, chunks=2):
 
 
 def forward_only(schedule, microbatches=float("inf")):
-    """The forwards of the first micro-batches of a schedule: for evaluation and sampling."""
+    """The forwards of the first micro-batches of a schedule, for evaluation and sampling. Run it
+    under torch.no_grad(): otherwise all graphs stay in memory."""
     rows = []
     for row in schedule.rows:
         rows.append([a for a in row if a.kind == "F" and a.microbatch < microbatches])
@@ -515,7 +503,10 @@ def main(doc=__doc__, default="1f1b"):
     args.schedule = args.schedule or default
     config = harness.configure(args)
     harness.check_batch(args, 1)  # refuses one that does not divide into micro-batches
-    check = functools.partial(receipts.pipeline.of_flags, dualpipe.find_schedule, args, config)
+
+    def check(world):
+        receipts.pipeline.of_flags(dualpipe.find_schedule, args, config, world)
+
     proof.launch(demo, args, check=check)
 
 

@@ -19,8 +19,8 @@ activations between the split layers shrink to 1/t. The layers behind f still ho
 (B, T, C) for the gradients of their weights. The paper drops it, and gathers it again in backward:
 tensor_overlap.py can do that, too, and hides messages behind matmuls.
 
-Norms, positions and the biases after g have P numbers. They see this rank's tokens only, so their
-gradients are partial sums. `reduce_partial` all-reduces these once a step: 2 r P e bytes.
+Norms, positions and the biases after g (P numbers in all) see this rank's tokens only, so their
+gradients are partial sums: one all-reduce a step, 2 r P e bytes.
 
 There are twice as many messages, so it is slower where latency dominates. t must divide T.
 
@@ -77,8 +77,11 @@ class ReduceScatterTokens(torch.autograd.Function):
 
 def plain_sequence_mlp(x, norm, up, down, bias, group):
     """The picture without dropout: x (B, T/t, C) -> (B, T/t, C). up (H/t, C) and down (C, H/t) are
-    shards. norm and bias are whole, but this rank's tokens are all that they see: their gradients
-    are partial sums (mark_partial, below)."""
+    shards. norm and bias are whole, but they see this rank's tokens only, so their gradients are
+    partial sums. Once a step, after its last backward pass:
+
+        for p in (*norm.parameters(), bias):
+            dist.all_reduce(p.grad, group=group)"""
     full = GatherTokens.apply(norm(x), group)  # f: (B, T, C)
     hidden = F.gelu(F.linear(full, up))  # (B, T, H/t)
     partial = F.linear(hidden, down)  # (B, T, C)
@@ -138,7 +141,7 @@ def shard_tokens(full, group):
     return shards[..., dist.get_rank(group), :]
 
 
-# --- a model of yours. First tensor_parallel.py's block, up to its optimizer; then:
+# --- a model of yours. First all cuts of tensor_parallel.py's block. Then, in place of its loop:
 #
 #     model.embed.leave = Leave(group, ReduceScatterTokens)
 #     for block in model.blocks:
@@ -151,14 +154,17 @@ def shard_tokens(full, group):
 #
 #     for tokens, targets in microbatches:
 #         criterion(model(tokens), targets, target_count).backward()
-#     reduce_partial(model.parameters())  # once a step; next grad_norm, clip and step, as there
+#     reduce_partial(model.parameters())  # once a step
+#     check_replicas_agree(model.parameters(), group)  # in the first: finds a sum that is missing
+#     # next grad_norm, clip and step, as there
 #
 # tokens and targets are whole. Where t does not divide T, pad them at the end, and have the loss
 # ignore the padding. Add the learned positions of this rank's tokens only:
 # embed(tokens) + position(shard_tokens(positions, group)). Rotary positions stay whole, because
-# attention sees all tokens. Dropout masks must differ between ranks.
+# attention sees all tokens. Dropout masks must differ between ranks. Under autocast cast what a
+# norm returns, or f sends float32.
 
-# --- parameters that see split tokens: their gradients are partial sums
+# --- the same sum of partial gradients for a whole model, in one message
 
 
 def mark_partial(parameters, group):
@@ -167,9 +173,8 @@ def mark_partial(parameters, group):
     group = group or dist.group.WORLD
     for p in parameters:
         where = placement(p)
-        known = any(share_ranks(other, group) for other in where["partial"])
         split = any(share_ranks(other, group) for other, _, _ in where["cuts"].values())
-        if not known and not split:
+        if not split and group not in where["partial"]:
             p.placement = where | {"partial": [*where["partial"], group]}
 
 
@@ -228,15 +233,6 @@ def refuse_summed(parameter, group_names):
 
 
 # --- for model.py's GPT ---
-
-
-def check_tokens(config, t):
-    """Raise ValueError where t ranks do not divide the sequence."""
-    if config.context % t:
-        longer = -(-config.context // t) * t
-        raise ValueError(
-            f"--context {config.context} does not divide over {t} ranks: use --context {longer}"
-        )
 
 
 def parallelize_sequence(model, group, whole_experts=False):
@@ -306,6 +302,15 @@ def main():
         check_tokens(config, world)
 
     proof.launch(demo, args, check=check)
+
+
+def check_tokens(config, t):
+    """Raise ValueError where t ranks do not divide the sequence."""
+    if config.context % t:
+        longer = -(-config.context // t) * t
+        raise ValueError(
+            f"--context {config.context} does not divide over {t} ranks: use --context {longer}"
+        )
 
 
 def demo(run):

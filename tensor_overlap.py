@@ -10,7 +10,9 @@ f's backward, which sends dx and waits. But dW and db don't need what f sends:
     here                   dx, its all-reduce starts, dW, db, wait
 
 So f and the layers behind it become one autograd function, because within one function we choose
-the order. dW is a third of all matmuls. That is mostly longer than the message.
+the order. With H outputs in all, dW takes 2 B T C H/t operations, and the message sends 2 r B T C e
+bytes (half of that with --sp). So it is hidden where H / (t r e) is above the operations that a
+device computes while it sends a byte. g's messages, and all in forward, are still waited for.
 
 With sequence parallelism f is an all-gather, and its backward a reduce-scatter:
 
@@ -44,7 +46,7 @@ from tensor_parallel import Enter
 class EnterLinear(torch.autograd.Function):
     """F.linear(f(x), weight, bias), with weight and bias a shard: x (B, T, C) -> (B, T, out / t).
 
-    y = EnterLinear.apply(x, weight, bias, group)"""
+    y = EnterLinear.apply(x, weight, bias, group)    # not under autocast: see EnterAndProject"""
 
     @staticmethod
     def forward(ctx, x, weight, bias, group):
@@ -93,7 +95,7 @@ class EnterAndProject(Enter):
         plain = torch.compiler.is_compiling() or has_torch_function((x,))
         if plain and not self.gather_again:
             return super().forward(x)
-        if torch.is_autocast_enabled(x.device.type):  # F.linear would cast after x is saved
+        if torch.is_autocast_enabled(x.device.type):  # else F.linear casts, after this is sent
             x = x.to(torch.get_autocast_dtype(x.device.type))
         weights, biases = zip(*((layer.weight, layer.bias) for layer in self.layers))
         kept = x.detach()
@@ -117,9 +119,9 @@ def own_output(layer, forward, x):
 class SaveFirst(torch.autograd.Function):
     """Identity, which saves x and the weights for the function after it.
 
-    That function would save them after its matmuls. Activation checkpointing stops its second
-    forward as soon as all is saved: if a checkpointed region ends with these layers, it then stops
-    before the matmuls."""
+    It would save them after its matmuls. But activation checkpointing stops its second forward as
+    soon as all is saved. So if a checkpointed region ends with these layers (train.py --recompute
+    selective), their matmuls don't run twice. Without checkpointing save in the function itself."""
 
     @staticmethod
     def forward(ctx, x, *saved):
@@ -268,7 +270,8 @@ def demo(run):
             part = model(tokens, targets=targets, target_count=run.target_count, sample_ids=samples)
             part.backward()
             loss += part.detach()  # the same on every rank
-        sequence_parallel.reduce_partial(parameters)  # without --sp there is none
+        if args.sp:
+            sequence_parallel.reduce_partial(parameters)
         norm = tensor_parallel.grad_norm(parameters, group)
         run.check(loss, norm, model.named)
         harness.clip(parameters, norm, args.grad_clip)

@@ -63,6 +63,7 @@ DEMO = "# --- demo ---"
 HANDED_OVER = {"zero.demo", "parameter_server.demo", "pipeline.main", "context_parallel.launch"}
 HANDED_OVER |= {"composition.launch", "composition.make_grid", "composition.train"}
 HANDED_OVER |= {"dualpipe.ALL_SCHEDULES", "dualpipe.SPLIT", "dualpipe.find_schedule"}
+HANDED_OVER.add("sequence_parallel.check_tokens")
 
 
 def files():

@@ -65,9 +65,8 @@ def test_what_a_block_keeps(ranks):
     configs = {family: presets.configure(family=family, **sizes) for family in ("gpt2", "llama")}
 
     def work(rank, config):
-        ways = [(tp.parallelize_tensors,)]
-        ways += [(sp.parallelize_sequence, again) for again in (False, True)]
-        models = [build(config, *way) for way in ways]
+        models = [build(config, tp.parallelize_tensors)]
+        models += [build(config, sp.parallelize_sequence, again) for again in (False, True)]
         return [saved_bytes(model, model.blocks["1"], tokens) for model in models]
 
     found, *_ = ranks(4, lambda rank: {name: work(rank, c) for name, c in configs.items()})
@@ -86,17 +85,20 @@ def test_the_plain_mlp_equals_one_process(ranks):
     def work(rank):
         torch.manual_seed(0)
         x, up, down = (torch.randn(*s).double() for s in ((2, 6, 4), (9, 4), (4, 9)))
-        bias, norm = torch.randn(4).double(), torch.nn.LayerNorm(4, dtype=torch.float64)
         results = []
         for n, i, group in ((3, rank, None), (1, 0, dist.new_subgroups(1)[0])):
+            norm = torch.nn.LayerNorm(4, dtype=torch.float64)
+            whole = [*norm.parameters(), torch.ones(4, dtype=torch.float64, requires_grad=True)]
             pieces = x.chunk(n, 1)[i], up.chunk(n)[i], down.chunk(n, 1)[i]
             leaves = [piece.clone().requires_grad_() for piece in pieces]
-            y = sp.plain_sequence_mlp(leaves[0], norm, *leaves[1:], bias, group)
+            y = sp.plain_sequence_mlp(leaves[0], norm, *leaves[1:], whole[2], group)
             y.square().sum().backward()
-            results.append([y.detach(), *(leaf.grad for leaf in leaves)])
-        ours, (y, dx, dup, ddown) = results
+            for p in whole:
+                dist.all_reduce(p.grad, group=group)
+            results.append([y.detach(), *(p.grad for p in leaves + whole)])
+        ours, (y, dx, dup, ddown, *others) = results
         expected = [y.chunk(3, 1)[rank], dx.chunk(3, 1)[rank]]
-        expected += [dup.chunk(3)[rank], ddown.chunk(3, 1)[rank]]
+        expected += [dup.chunk(3)[rank], ddown.chunk(3, 1)[rank], *others]
         torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-12)
 
     ranks(3, work)
@@ -108,9 +110,8 @@ def test_reduce_scatter(ranks, monkeypatch):
     x = torch.randn(4, 2, 8, 3, generator=torch.Generator().manual_seed(0))
 
     def work(rank, x):
-        return sp.reduce_scatter_tokens(x[rank], dist.group.WORLD), tp.shard_tensor(
-            x.float().sum(0).to(x.dtype), 1, rank, 4
-        )
+        expected = tp.shard_tensor(x.float().sum(0).to(x.dtype), 1, rank, 4)
+        return sp.reduce_scatter_tokens(x[rank], dist.group.WORLD), expected
 
     for ours, expected in ranks(4, work, x.bfloat16()):
         assert torch.equal(ours, expected)
