@@ -168,9 +168,9 @@ class Ring(GroupModule):
         super().__init__(group)
         self.zigzag = zigzag
 
-    def positions(self, length, multiple=1):
+    def positions(self, length, multiple=1, starts=None):
         """(T',): the positions of a sequence that this rank holds. Those from `length` on are
-        padding."""
+        padding. starts: for packed_documents.py."""
         return held_positions(length, self.rank, self.n, self.zigzag, multiple)
 
     def forward(self, q, k, v):
@@ -219,6 +219,19 @@ def ring_tiles(rank, n, tokens, zigzag=True):
 
 
 # --- the ring in full: the plain form in tiles, and what the next step needs travels meanwhile
+
+
+def attend_to_all(q, kv_by_rank, tiles):
+    """Attention of this rank's queries to all keys: the result and its lse. kv_by_rank yields
+    (rank, its keys and values). tiles[rank]: those with that rank's keys."""
+    exact = torch.promote_types(q.dtype, torch.float32)  # of sums, and of lse
+    out = torch.zeros_like(q, dtype=exact)
+    lse = out.new_full(q.shape[:3], -math.inf)
+    for source, kv in kv_by_rank:
+        for tile in tiles[source]:
+            at = tile.queries
+            add_tile(out[:, :, at], lse[:, :, at], *tile_attention(q, kv, tile))
+    return out.to(q.dtype), lse
 
 
 class RingAttention(torch.autograd.Function):
@@ -290,116 +303,6 @@ def start_passing(tensor, group, received=None):
     return wait
 
 
-def attend_to_all(q, kv_by_rank, tiles):
-    """Attention of this rank's queries to all keys: the result and its lse. kv_by_rank yields
-    (rank, its keys and values). tiles[rank]: those with that rank's keys."""
-    exact = torch.promote_types(q.dtype, torch.float32)  # of sums, and of lse
-    out = torch.zeros_like(q, dtype=exact)
-    lse = out.new_full(q.shape[:3], -math.inf)
-    for source, kv in kv_by_rank:
-        for tile in tiles[source]:
-            at = tile.queries
-            add_tile(out[:, :, at], lse[:, :, at], *tile_attention(q, kv, tile))
-    return out.to(q.dtype), lse
-
-
-# --- gather: all keys and values at once (Llama 3, arXiv:2407.21783, section 3.3.2)
-
-
-class GatheredAttention(torch.autograd.Function):
-    """As RingAttention. But each rank gathers all keys and values, and keeps them for backward."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, group, tiles):
-        kv = torch.stack((k, v))
-        gathered = kv.new_empty(dist.get_world_size(group), *kv.shape)  # (N, 2, B, H_kv, T', D)
-        all_gather_into_tensor(gathered.flatten(0, 1), kv, group=group)
-        out, lse = attend_to_all(q, enumerate(gathered), tiles)
-        ctx.save_for_backward(q, gathered, out, lse)
-        ctx.group, ctx.tiles = group, tiles
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        q, gathered, out, lse = ctx.saved_tensors
-        dq = torch.zeros_like(q, dtype=lse.dtype)
-        dkv = torch.zeros_like(gathered, dtype=lse.dtype)
-        for source, kv in enumerate(gathered):
-            for tile in ctx.tiles[source]:
-                dq_tile, dk, dv = tile_gradients(grad, q, kv, out, lse, tile)
-                dq[:, :, tile.queries] += dq_tile
-                dkv[source][:, :, :, tile.keys] += torch.stack((dk, dv))
-        # A reduce-scatter: each rank sums the gradients of its own keys. gloo's sends twice as much
-        pieces = torch.empty_like(dkv)
-        dist.all_to_all_single(pieces, dkv, group=ctx.group)
-        return dq.to(q.dtype), *pieces.sum(0).to(q.dtype), None, None
-
-
-class Gather(Ring):
-    """In place of attention's core: attention to gathered keys and values. Used as Ring is."""
-
-    def attend(self, q, k, v, tiles):
-        return GatheredAttention.apply(q, k, v, self.group, tiles)
-
-
-# --- ulysses: from "all heads of some tokens" to "some heads of all tokens", and back
-
-
-class Exchange(torch.autograd.Function):
-    """An all-to-all: cuts dimension `cut` of x into N pieces, one for each rank, and joins those
-    that arrive along dimension `join`. It only moves data, so its backward is the way back."""
-
-    @staticmethod
-    def forward(ctx, x, group, cut, join):
-        ctx.group, ctx.cut, ctx.join = group, cut, join
-        pieces = torch.stack(x.chunk(dist.get_world_size(group), dim=cut))
-        received = torch.empty_like(pieces)
-        dist.all_to_all_single(received, pieces, group=group)
-        return torch.cat(received.unbind(0), dim=join)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        return Exchange.apply(grad, ctx.group, ctx.join, ctx.cut), None, None, None
-
-
-class Ulysses(GroupModule):
-    """In place of attention's core: heads are dealt out over `group`, and `core` computes attention
-    of this rank's heads for all tokens. If n does not divide the kv-heads, copies of them travel.
-
-        ulysses = Ulysses(group, core)                  # core(q, k, v): causal attention
-        model = Decoder(ulysses)
-        held = ulysses.positions(T).to(tokens.device)   # consecutive tokens
-        # the rest as with Ring
-
-    core: as functools.partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True). It
-    gets q (B, H / n, n T', D), k and v, and returns q's shape. Mask, scale and dropout are its own.
-
-    ring-ulysses: Ulysses(group of U ranks, Ring(group of R ranks)). U ranks together hold the
-    zigzag's chunks of one rank of the ring (Fang and Zhao 2024, arXiv:2405.07719)."""
-
-    def __init__(self, group, core):
-        super().__init__(group)
-        self.core = core
-
-    def positions(self, length, **documents):
-        """The positions that this rank holds: a part of its ring rank's, or of the sequence's.
-        documents: starts=, for packed_documents.py's ring."""
-        if not isinstance(self.core, Ring):
-            return held_positions(length, self.rank, self.n, zigzag=False)
-        return self.core.positions(length, self.n, **documents).chunk(self.n)[self.rank]
-
-    def forward(self, q, k, v, *documents):
-        check_qkv(q, k, v)
-        check_heads_divide(q, self.n)
-        copies = self.n // math.gcd(k.shape[1], self.n)  # so that n divides H_kv copies
-        kv = torch.cat((k, v), dim=-1).repeat_interleave(copies, dim=1)  # (B, H_kv copies, T', 2 D)
-        q = Exchange.apply(q, self.group, 1, 2)  # (B, H / n, n T', D)
-        k, v = Exchange.apply(kv, self.group, 1, 2).chunk(2, dim=-1)
-        return Exchange.apply(self.core(q, k, v, *documents), self.group, 2, 1)
-
-
 # --- a tile: by PyTorch's kernels, which also return lse, or by the plain functions
 
 
@@ -465,6 +368,108 @@ def fused_kernel(q):
     return "flash" if fits and ampere_or_later else None
 
 
+# --- gather: all keys and values at once (Llama 3, arXiv:2407.21783, section 3.3.2)
+
+
+class GatheredAttention(torch.autograd.Function):
+    """As RingAttention. But each rank gathers all keys and values, and keeps them for backward."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, group, tiles):
+        kv = torch.stack((k, v))
+        gathered = kv.new_empty(dist.get_world_size(group), *kv.shape)  # (N, 2, B, H_kv, T', D)
+        all_gather_into_tensor(gathered.flatten(0, 1), kv, group=group)
+        out, lse = attend_to_all(q, enumerate(gathered), tiles)
+        ctx.save_for_backward(q, gathered, out, lse)
+        ctx.group, ctx.tiles = group, tiles
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        q, gathered, out, lse = ctx.saved_tensors
+        dq = torch.zeros_like(q, dtype=lse.dtype)
+        dkv = torch.zeros_like(gathered, dtype=lse.dtype)
+        for source, kv in enumerate(gathered):
+            for tile in ctx.tiles[source]:
+                dq_tile, dk, dv = tile_gradients(grad, q, kv, out, lse, tile)
+                dq[:, :, tile.queries] += dq_tile
+                dkv[source][:, :, :, tile.keys] += torch.stack((dk, dv))
+        # A reduce-scatter: each rank sums the gradients of its own keys. gloo's sends twice as much
+        pieces = torch.empty_like(dkv)
+        dist.all_to_all_single(pieces, dkv, group=ctx.group)
+        return dq.to(q.dtype), *pieces.sum(0).to(q.dtype), None, None
+
+
+class Gather(Ring):
+    """In place of attention's core: attention to gathered keys and values. Used as Ring is."""
+
+    def attend(self, q, k, v, tiles):
+        return GatheredAttention.apply(q, k, v, self.group, tiles)
+
+
+# --- ulysses: from "all heads of some tokens" to "some heads of all tokens", and back
+
+
+class Exchange(torch.autograd.Function):
+    """An all-to-all: cuts dimension `cut` of x into N pieces, one for each rank, and joins those
+    that arrive along dimension `join`. It only moves data, so its backward is the way back."""
+
+    @staticmethod
+    def forward(ctx, x, group, cut, join):
+        ctx.group, ctx.cut, ctx.join = group, cut, join
+        pieces = torch.stack(x.chunk(dist.get_world_size(group), dim=cut))
+        received = torch.empty_like(pieces)
+        dist.all_to_all_single(received, pieces, group=group)
+        return torch.cat(received.unbind(0), dim=join)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return Exchange.apply(grad, ctx.group, ctx.join, ctx.cut), None, None, None
+
+
+def local_attention(q, k, v):
+    """Causal attention of one rank: q (B, H, T, D), k and v (B, H_kv, T, D) -> (B, H, T, D)."""
+    options = dict(is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    return nn.functional.scaled_dot_product_attention(q, k, v, **options)
+
+
+class Ulysses(GroupModule):
+    """In place of attention's core: heads are dealt out over `group`, and `core` computes attention
+    of this rank's heads for all tokens. If n does not divide the kv-heads, copies of them travel.
+
+        ulysses = Ulysses(group, local_attention)
+        model = Decoder(ulysses)
+        held = ulysses.positions(T).to(tokens.device)   # consecutive tokens
+        # the rest as with Ring
+
+    core: such as local_attention. It gets q (B, H / n, n T', D), k and v, and returns q's shape.
+    Mask, scale and dropout are its own.
+
+    ring-ulysses: Ulysses(group of U ranks, Ring(group of R ranks)). U ranks together hold the
+    zigzag's chunks of one rank of the ring (Fang and Zhao 2024, arXiv:2405.07719)."""
+
+    def __init__(self, group, core):
+        super().__init__(group)
+        self.core = core
+
+    def positions(self, length, starts=None):
+        """The positions that this rank holds: a part of its ring rank's, or of the sequence's."""
+        if not isinstance(self.core, Ring):
+            return held_positions(length, self.rank, self.n, zigzag=False)
+        return self.core.positions(length, self.n, starts).chunk(self.n)[self.rank]
+
+    def forward(self, q, k, v, *starts):
+        check_qkv(q, k, v)
+        check_heads_divide(q, self.n)
+        copies = self.n // math.gcd(k.shape[1], self.n)  # so that n divides H_kv copies
+        kv = torch.cat((k, v), dim=-1).repeat_interleave(copies, dim=1)  # (B, H_kv copies, T', 2 D)
+        q = Exchange.apply(q, self.group, 1, 2)  # (B, H / n, n T', D)
+        k, v = Exchange.apply(kv, self.group, 1, 2).chunk(2, dim=-1)
+        return Exchange.apply(self.core(q, k, v, *starts), self.group, 2, 1)
+
+
 # --- mistakes that would be silent: refused
 
 
@@ -493,23 +498,26 @@ def check_chunks(q, ring):
 KINDS = ("ring", "ulysses", "gather", "ring-ulysses")  # see the docstring
 
 
-def parallelize_context(
-    model, group, kind="ring", ring_group=None, ulysses_group=None, zigzag=True, ring=Ring
+def make_core(
+    kind, group, ring_group=None, ulysses_group=None, zigzag=True, ring=Ring, local=local_attention
 ):
-    """Replace every block's attention core, in place, and return the model. The demo shows its use.
+    """What takes the place of attention's core in all blocks. ring_group, ulysses_group: for kind
+    "ring-ulysses". With U ranks in a ulysses_group,
+    rank in group = U x rank in ring_group + rank in ulysses_group. ring: the class of rings. local:
+    what Ulysses computes a rank's heads with."""
+    if kind == "ulysses":
+        return Ulysses(group, local)
+    if kind == "ring-ulysses":
+        return Ulysses(ulysses_group, ring(ring_group, zigzag))
+    return {"ring": ring, "gather": Gather}[kind](group, zigzag)
 
-    ring_group, ulysses_group: for kind "ring-ulysses". With U ranks in a ulysses_group,
-    rank in group = U x rank in ring_group + rank in ulysses_group. ring: the class of rings.
+
+def parallelize_context(model, group, core):
+    """Replace every block's attention core, in place, and return the model. The demo shows its use.
     With experts T must divide into equal chunks, because a router would count padding."""
     for block in model.blocks.values():
-        if kind == "ulysses":
-            core = Ulysses(group, block.attn.core)
-        elif kind == "ring-ulysses":
-            core = Ulysses(ulysses_group, ring(ring_group, zigzag))
-        else:
-            core = {"ring": ring, "gather": Gather}[kind](group, zigzag)
         block.attn.core = core
-        if model.config.experts:
+        if model.config.experts:  # what a router sums over the sequence, sum over the ranks, too
             router, sums = block.mlp.router, SumRouterStats(group)
             router.sum_over_sequence = nn.Sequential(router.sum_over_sequence, sums)
     return model
@@ -552,9 +560,9 @@ def launch(args, demo):
 def demo(run):
     args, context, group = run.args, run.config.context, dist.group.WORLD
     ring, ulysses = receipts.context_parallel.make_groups(run)  # None but for kind ring-ulysses
-    groups = dict(ring_group=ring, ulysses_group=ulysses, zigzag=not args.contiguous)
-    model = run.fill(parallelize_context(run.meta_model(), group, args.kind, **groups))
-    held = model.blocks["0"].attn.core.positions(context).to(run.device)
+    core = make_core(args.kind, group, ring, ulysses, zigzag=not args.contiguous)
+    model = run.fill(parallelize_context(run.meta_model(), group, core))
+    held = core.positions(context).to(run.device)
     positions = held.clamp(max=context - 1)  # padding must have some position
     receipts.context_parallel.check_routers(run, len(held))
     parameters = list(model.parameters())

@@ -8,7 +8,8 @@ it holds a part of. And its zigzag balances one long document, but not several o
 
 Split     8 N equal chunks for N ranks. The chunk with the most work goes first, to the rank that
           has the least work so far; each rank gets 8. Work is the number of pairs of a query and a
-          key. All rows of a batch are cut alike.
+          key. All rows of a batch are cut alike. One run of tokens per rank would send less, but
+          the work would be uneven: try --contiguous.
 Sent      In step s a rank sends to the rank s after it only the keys that are used there. Per block
           (4 G e + 2 A a) C_kv bytes: K and V of G tokens that others use, counted for each, in
           forward and again in backward; dK and dV of A tokens of others. Letters as in
@@ -18,7 +19,7 @@ Cost      A kernel per tile, dozens in each layer: so documents of some hundred 
           plan for each batch, on the host: tens of milliseconds.
 Copy      The top of context_parallel.py as well: DocumentRing extends its Ring.
 
-    torchrun --nproc_per_node=4 packed_documents.py      python packed_documents.py --kind ulysses
+    torchrun --nproc_per_node=4 packed_documents.py      python packed_documents.py --contiguous
 
 Llama Team 2024, The Llama 3 herd of models, arXiv:2407.21783, sections 3.2 and 3.3.2 (the mask).
 MagiAttention, github.com/SandAI-org/MagiAttention: work dealt out, only used keys travel.
@@ -43,6 +44,7 @@ from context_parallel import (
     attend_to_all,
     check_chunks,
     check_qkv,
+    make_core,
     parallelize_context,
     shard_sequence,
     tile_gradients,
@@ -100,7 +102,7 @@ class DocumentRing(Ring):
 
     chunks = 8  # per rank. More of them: more even, but more tiles, and more keys of others
 
-    def positions(self, length, multiple=1, *, starts):
+    def positions(self, length, multiple=1, starts=None):
         return deal_tokens(length, self.n, starts, self.zigzag, multiple)[self.rank]
 
     def forward(self, q, k, v, starts):
@@ -191,13 +193,13 @@ def start_messages(sent, target, received, source, group):
     return wait
 
 
-def deal_tokens(length, n, starts, zigzag=True, multiple=1):
-    """(n, T'): the positions that each rank of a ring of n holds. zigzag=False: consecutive ones.
+def deal_tokens(length, n, starts, even=True, multiple=1):
+    """(n, T'): the positions that each rank of a ring of n holds. even=False: consecutive ones.
     The rest is as in context_parallel.held_positions."""
-    per_rank = DocumentRing.chunks if zigzag else 1
+    per_rank = DocumentRing.chunks if even else 1
     size = math.ceil(length / (n * per_rank * multiple)) * multiple  # tokens per chunk
     chunks = torch.arange(n * per_rank * size).view(-1, size)
-    if not zigzag:
+    if not even:
         return chunks
     pairs = (torch.arange(starts.shape[1]) + 1 - starts).sum(0)  # of each query, in all rows
     work = F.pad(pairs, (0, chunks.numel() - len(pairs))).view(-1, size).sum(1)
@@ -245,9 +247,9 @@ class Plan(NamedTuple):
 
 
 @lru_cache(maxsize=32)  # for all layers. starts is hashed by identity: version changes with it
-def find_plan(rank, n, tokens, zigzag, starts, device="cpu", version=0):
+def find_plan(rank, n, tokens, even, starts, device="cpu", version=0):
     check_documents(starts)
-    held = deal_tokens(n * tokens, n, starts, zigzag)
+    held = deal_tokens(n * tokens, n, starts, even)
     tiles = [document_tiles(held[rank], keys, starts) for keys in held]
     others = [document_tiles(queries, held[rank], starts) for queries in held]
     tiles[rank] = others[rank] = []  # a rank's own keys don't travel
@@ -322,12 +324,10 @@ def attend_by_document(model):
     return model
 
 
-def parallelize_documents(model, group, kind="ring", **options):
-    """As parallelize_context, for a model that is called with starts. Kind gather is a ring, too:
-    each rank uses other keys, and an all-gather sends the same to all."""
-    attend_by_document(model)
-    kind = "ring" if kind == "gather" else kind
-    return parallelize_context(model, group, kind, ring=DocumentRing, **options)
+def make_document_core(kind, *groups, **options):
+    """As make_core, for a model that is called with starts. No kind "gather": each rank uses other
+    keys, and an all-gather sends the same to all."""
+    return make_core(kind, *groups, **options, ring=DocumentRing, local=DocumentCore())
 
 
 # --- demo ---
@@ -340,10 +340,11 @@ from harness.documents import add_flag, starts_of
 
 
 def main():
-    parser = harness.parser(__doc__, documents="<|endoftext|>")
+    parser = harness.parser(__doc__, documents="\n\n", context=512, batch=4)  # paragraphs
     g = parser.add_argument_group("packed documents")
-    why = "how queries reach other ranks' keys (gather is a ring here)"
-    g.add_argument("--kind", choices=KINDS, default="ring", help=why)
+    kinds = [kind for kind in KINDS if kind != "gather"]
+    why = "how queries reach other ranks' keys"
+    g.add_argument("--kind", choices=kinds, default="ring", help=why)
     receipts.context_parallel.flags(g)
     add_flag(g)
     context_parallel.launch(parser.parse_args(), demo)
@@ -352,11 +353,9 @@ def main():
 def demo(run):
     args, context, group = run.args, run.config.context, dist.group.WORLD
     ring, ulysses = receipts.context_parallel.make_groups(run)  # None but for kind ring-ulysses
-    # nccl connects all ranks of a group in its first message: later some may have no keys to send
-    dist.all_reduce(run.zero(), group=ring)
-    groups = dict(ring_group=ring, ulysses_group=ulysses, zigzag=not args.contiguous)
-    model = run.fill(parallelize_documents(run.meta_model(), group, args.kind, **groups))
-    core = model.blocks["0"].attn.core
+    dist.all_reduce(run.zero(), group=ring)  # nccl: see DocumentRing
+    core = make_document_core(args.kind, group, ring, ulysses, zigzag=not args.contiguous)
+    model = run.fill(parallelize_context(run.meta_model(), group, core))
     parameters = list(model.parameters())
     sync = ddp.DDP(parameters, group, args.microbatches)  # as in context_parallel.py
     optimizer = harness.make_optimizer(parameters, args)

@@ -197,6 +197,10 @@ def build(run, schedule, groups):
     stages = schedule.stages(dist.get_rank(groups["pp"]))
     layers = receipts.pipeline.stage_layers(run.config, schedule.last + 1)  # balanced by FLOPs
     parts = harness.split(run.meta_model, layers, stages, groups["tied"])
+    core = None
+    if args.cp > 1:
+        make = packed_documents.make_document_core if args.documents else context_parallel.make_core
+        core = make(args.cp_kind, cp, groups.get("ring"), groups.get("ulysses"))
     for part in parts.values():
         if args.sp:
             sequence_parallel.parallelize_sequence(part, tp, args.fold_experts)
@@ -207,10 +211,7 @@ def build(run, schedule, groups):
         else:  # the whole vocabulary is here: compute the loss a piece at a time, to hold less
             lean_head(part, args.compile)
         if args.cp > 1:
-            with_documents = packed_documents.parallelize_documents
-            parallelize = with_documents if args.documents else context_parallel.parallelize_context
-            options = dict(ring_group=groups.get("ring"), ulysses_group=groups.get("ulysses"))
-            parallelize(part, cp, args.cp_kind, **options)
+            context_parallel.parallelize_context(part, cp, core)
         elif args.documents:
             packed_documents.attend_by_document(part)  # faster than one process's mask
         if args.ep > 1:
@@ -220,7 +221,7 @@ def build(run, schedule, groups):
         if args.compile:
             harness.compile_blocks(part)
     model = harness.Stages(parts)
-    model.turns = turns
+    model.turns, model.core = turns, core
     return model
 
 

@@ -23,7 +23,7 @@ def add_flag(group):
     why = "keep attention and positions within documents. MARK: what stands between two in a text; "
     why += "with --tokenizer none the number of the token that separates them"
     mark = dict(nargs="?", const="<|endoftext|>", metavar="MARK")
-    group.add_argument("--documents", **mark, help=f"{why} (default: %(const)r)")
+    group.add_argument("--documents", **mark, help=f"{why} (without MARK: %(const)r)")
 
 
 @functools.cache

@@ -36,7 +36,7 @@ def check(args):
     for flag, kinds in {"rings": ["ring-ulysses"], "contiguous": ["ring", "gather"]}.items():
         if getattr(args, flag) and args.kind not in kinds:
             means = f"--{flag} means nothing with --kind {args.kind}"
-            raise Refused(f"{means}: use --kind {' or '.join(kinds)}, or leave it out")
+            raise Refused(f"{means}: use --kind {kinds[0]}, or leave it out")
 
 
 def grid(kind, n, rings=None, heads=0):

@@ -57,7 +57,7 @@ def of_run(runner, find_plan=None):
     rank = groups["pp"].rank
     experts = expert_parallel.experts_here(config, groups["ep"]) if args.ep > 1 else None
     own = pipeline.of_rank(config, schedule, rank)
-    length = len(runner.positions)  # of a sequence on this rank
+    length = runner.tokens  # of a sequence on this rank
     sizes = sizes_of(args, config, args.dp, length=length, experts=experts, **own)
     one_dtype = args.dtype == args.param_dtype == args.reduce_dtype
     uses_zero = args.zero > 0 or args.offload or not one_dtype

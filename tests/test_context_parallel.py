@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from reference import case
 
 import context_parallel as cp
-import model as gpt
 import packed_documents as pd
 from receipts import context_parallel as long_context
 
@@ -40,7 +39,7 @@ def attention(rank, way, world, size, length, seed, dtype, starts=None):
         name = None if way == "plain tiles" else way
         with mock.patch.object(cp, "fused_kernel", lambda q: name), efficient_kernels():
             return attention(rank, "ring", world, size, length, seed, dtype, starts)
-    core = make_core(way, world, cp.Ring if starts is None else pd.DocumentRing)
+    core = make_core(way, world, cp.make_core if starts is None else pd.make_document_core)
     documents = {} if starts is None else {"starts": starts}
     where = core.positions(length, **documents)
     padded = [F.pad(t, (0, 0, 0, world * len(where) - length)) for t in inputs(size, length, seed)]
@@ -81,16 +80,11 @@ def efficient_kernels():
         yield
 
 
-def make_core(way, world, ring):
-    group = dist.group.WORLD
-    if way == "gather":
-        return cp.Gather(group)
-    if way == "ulysses":
-        return cp.Ulysses(group, gpt.AttentionCore())
+def make_core(way, world, make=cp.make_core):
+    kind, groups = way if way in cp.KINDS else "ring", ()
     if way == "ring-ulysses":
-        rings, heads = long_context.subgroups(*long_context.grid(way, world))
-        return cp.Ulysses(heads, ring(rings))
-    return ring(group, zigzag=way != "contiguous")
+        groups = long_context.subgroups(*long_context.grid(way, world))
+    return make(kind, None, *groups, zigzag=way != "contiguous")
 
 
 def inputs(size, length, seed):

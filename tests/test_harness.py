@@ -121,7 +121,8 @@ train --dry-run --gpu x=0GB,0TFLOP/s,0TB/s -> not known
 context_parallel --kind ulysses --nproc 3 -> 4 heads do not divide by 3 ranks
 context_parallel --prefill 61 -> --prefill is gone: train.py --cp 4 --sample N --prompt TEXT
 context_parallel --rings 2 -> --rings means nothing with --kind ring: use --kind ring-ulysses
-context_parallel --kind ulysses --contiguous -> nothing with --kind ulysses: use --kind ring or gat
+context_parallel --kind ulysses --contiguous -> nothing with --kind ulysses: use --kind ring,
+train --documents <|endoftext|> --cp 2 --cp-kind gather -> each rank uses other keys: use ring
 expert_parallel --capacity 0 -> drops every token
 expert_parallel --capacity 1e30 --nproc 2 --experts 4 -> at most 2 times its even share: leave it
 train --plan --gpus 7 --batch 8 -> no layout of 7 devices suits --batch 8

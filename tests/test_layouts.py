@@ -114,11 +114,10 @@ docs      --tp 2 --sp --pp 2 --schedule zb-v --microbatches 3 DEEP
 docs-llama --dp 2 --zero 3 --microbatches 2 --recompute half
 docs      --cp 3 --microbatches 2 --recompute selective
 docs-llama --cp 4 --cp-kind ulysses --recompute half
-docs      --cp 3 --cp-kind gather --microbatches 2
 docs-llama --cp 4 --cp-kind ring-ulysses --microbatches 2 --recompute block
 docs-llama --cp 2 --tp 2 --sp --recompute block
 docs      --cp 2 --pp 2 --schedule zb-v --microbatches 3 DEEP
-docs      --cp 2 --pp 2 --zero 2 --cp-kind gather --microbatches 2 --recompute half
+docs      --cp 2 --pp 2 --zero 2 --microbatches 2 --recompute half
 docs-moe --cp 2 --dp 2 --ep 4 --zero 1
 muon      --dp 3 --microbatches 2
 muon      --tp 2 --sp --dp 2 --pp 2 --schedule zb-v --microbatches 3 DEEP
@@ -393,7 +392,7 @@ a message that no formula has: tensor_parallel:ReduceFromGroup.forward
     dist.all_reduce(x -> + dist.broadcast(x.clone(), group_src=0, group=group)
     sgd --tp 2 -> nothing ->
 partial gradients left partial: sequence_parallel:mark_partial
-    if not known -> if known
+    if not split -> if split
     sgd --tp 2 --sp -> step 1, backward -> add up to the right one: never summed over tp
 router's gradient left partial: sequence_parallel:parallelize_sequence
     if ".experts." not in name -> if ".experts." not in name and "router" not in name

@@ -133,11 +133,13 @@ def check_pairs(args, config):
     one_dtype = args.dtype == args.param_dtype == args.reduce_dtype
     half = args.compile and args.recompute == "half"
     muon, several = args.optimizer == "muon", args.islands > 1
+    gather = args.documents and args.cp_kind == "gather"
     for given, one, other, why in (
         (args.compile and config.experts, "--compile", "--experts", "its code is for one shape"),
         (half, "--compile", "--recompute half", "use --recompute selective or block"),
         (args.documents and args.compile, "--documents", "--compile", "its code is for one shape"),
         (args.documents and args.record, "--documents", "--record", lonely),
+        (gather, "--documents", "--cp-kind gather", "each rank uses other keys: use ring"),
         (args.documents and args.dry_run, "--documents", "--dry-run", "it reads no text"),
         (args.documents and args.plan, "--documents", "--plan", "it reads no text"),
         (muon and args.zero > 1, f"--zero {args.zero}", "--optimizer muon", "use --zero 1"),
@@ -215,6 +217,11 @@ def cp_shape(args, heads=0):
     return long_context.grid(args.cp_kind, args.cp, args.cp_rings, heads)
 
 
+def padded(length, args):
+    """The length of a sequence with its padding."""
+    return length + -length % token_unit(args)
+
+
 def token_unit(args):
     """What a sequence is padded to a multiple of: context parallelism deals out chunks of one size,
     sequence parallelism splits each rank's tokens evenly."""
@@ -222,15 +229,3 @@ def token_unit(args):
     in_ring = args.cp > 1 and args.cp_kind != "ulysses"
     chunks = args.cp * ring.chunks if in_ring else args.cp
     return math.lcm(chunks, args.cp * args.tp if args.sp else 1)
-
-
-def positions(args, length, rank, starts=None):
-    """The positions of a sequence that a context-parallel rank holds, padding at the end. starts:
-    of documents, see packed_documents.py."""
-    padded = length + -length % token_unit(args)
-    n, ulysses = cp_shape(args)  # of kind ulysses n is 1: one rank holds consecutive tokens
-    if starts is None or n == 1:
-        held = context_parallel.held_positions(padded, rank // ulysses, n, zigzag=n > 1)
-    else:
-        held = packed_documents.deal_tokens(padded, n, starts)[rank // ulysses]
-    return held.chunk(ulysses)[rank % ulysses]

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 
+import torch
 import torch.distributed as dist
 
 import dualpipe
@@ -26,8 +27,10 @@ class Runner:
         # Which part of the batches is this rank's: islands have batches of their own
         island = run.rank // (run.world // run.args.islands)
         self.replica = island * run.args.dp + dist.get_rank(groups["dp"]) // run.args.cp
-        # Made once: a copy to the device makes the host wait
-        self.positions = self.positions_of(run.config.context)
+        # Of a sequence on this rank
+        self.tokens = layout.padded(run.config.context, run.args) // run.args.cp
+        if not run.args.documents:  # made once: a copy to the device makes the host wait
+            self.positions = self.positions_of(run.config.context)
         routing = [groups["dp"], groups["tp"]] if run.args.sp else [groups["dp"]]
         self.sum_load = functools.partial(harness.sum_over, routing)  # of all ranks' tokens
         self.expert_rows = receipts.train.ExpertRows(run, model, model.turns)
@@ -59,9 +62,10 @@ class Runner:
         run, args = self.run, self.run.args
         rows, length = batches[0][0].shape
         starts = [documents.starts_of(tokens, args) for tokens, _, _ in batches]
-        held = [self.positions] * len(batches)
         if args.documents or length != run.config.context:  # they depend on the text; a sample
             held = [self.positions_of(length, of_batch) for of_batch in starts]
+        else:
+            held = [self.positions] * len(batches)
 
         def forward(stage, m, x):
             tokens, targets, samples = batches[m]  # of whole sequences, on every stage
@@ -83,8 +87,9 @@ class Runner:
     def positions_of(self, length, starts=None):
         """The positions (T/cp,) that this rank holds of a sequence, padding at the end. starts: of
         its documents, if they are kept apart."""
-        rank = dist.get_rank(self.groups["cp"])
-        return layout.positions(self.run.args, length, rank, starts).to(self.run.device)
+        length, core = layout.padded(length, self.run.args), self.model.core
+        held = core.positions(length, starts=starts) if core else torch.arange(length)
+        return held.to(self.run.device)
 
     @contextlib.contextmanager
     def around(self, action):
