@@ -84,7 +84,6 @@ def train(run, schedule=None):
     averaging = islands.make(run, model, optimizer, groups)
     checkpoints = saving.Saver(run, model, optimizer, averaging)
     first = checkpoints.load_newest()  # with --resume. The step to begin with
-    sampling.show_untrained(runner, first)
 
     # run.steps yields step numbers. It also sets the learning rate, counts the bytes of one step,
     # and compares the first ones with one process (--prove)

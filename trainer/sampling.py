@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 import harness
-from harness import Refused, data, documents, short, tokens
+from harness import Refused, data, documents, tokens
 
 
 def add_flags(parser):
@@ -35,15 +35,6 @@ def show(runner):
     """Print a sample, if --sample asks for one. runner: train.py's."""
     if runner.run.args.sample:
         runner.run.print(f"\nsample:\n{generate(runner, runner.run.args.sample)}")
-
-
-def show_untrained(runner, first):
-    """If the run begins with step 1, print in one line how the sample would begin before it."""
-    args = runner.run.args
-    # Blocks that are compiled for a sample's lengths would make the steps slower
-    if first == 0 and args.sample and not args.compile:
-        text = short(repr(generate(runner, min(args.sample, 40))), 100)
-        runner.run.print(f"before step 1 the model writes {text}")
 
 
 @torch.no_grad()
