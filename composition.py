@@ -129,9 +129,7 @@ def is_within(inner, outer):
     return ranks.issubset(dist.get_process_group_ranks(outer))
 
 
-# --- ZeRO and FSDP in a grid, and with several stages of a pipeline on a rank. A method does its
-#     part and calls the next class's: make_bucket InPipeline's (its passes), InGrid's (its groups),
-#     then ZeRO's
+# --- ZeRO and FSDP in a grid. A method does its part and calls theirs
 
 
 class InGrid:
@@ -217,12 +215,25 @@ def norm_of_parts(parts, groups, pipeline_group=None):
     return square.sqrt()
 
 
-class InPipeline:
-    """ZeRO for a rank with several stages of a pipeline, or a backward in two parts. A backward
-    pass fills the buckets of one stage, so ZeRO must know whose it is: Pipeline(...,
-    around=zero.around) says so. With one stage and whole backwards you don't need this class.
+class ComposedZeRO(InGrid, ZeRO):
+    """ZeRO in a grid. The loop and the other arguments are ZeRO's, but for the norm:
 
-    pipeline_stages  {stage: its module}"""
+        zero = ComposedZeRO(model, dp, 1, torch.optim.AdamW, microbatches=2)
+        norm = zero.grad_norm([tp])    # with a pipeline: ([tp], pp)
+
+    For several stages on a rank see ZeROInPipeline."""
+
+
+class ComposedFSDP(InGrid, FSDP):
+    """FSDP in a grid, as ComposedZeRO."""
+
+
+# --- only where a rank has several stages of a pipeline, or a backward in two parts
+
+
+class InPipeline:
+    """A backward pass fills the buckets of one stage, so ZeRO must know whose it is: Pipeline(...,
+    around=zero.around) says so. pipeline_stages: {stage: its module}."""
 
     def __init__(self, model, group, *arguments, pipeline_stages=None, **options):
         self.pipeline_stages = pipeline_stages or {None: model}
@@ -281,18 +292,13 @@ class UnitsInPipeline(InPipeline):
         return self.units if self.action is None else self.units_of_stage[self.action.stage]
 
 
-class ComposedZeRO(InPipeline, InGrid, ZeRO):
-    """ZeRO with both. The loop and the other arguments are ZeRO's.
-
-        zero = ComposedZeRO(model, dp, 1, torch.optim.AdamW, microbatches=2)
-        # the rest as with ZeRO, but for the norm
-        norm = zero.grad_norm([tp])
-
-    Without several stages leave out InPipeline."""
+class ZeROInPipeline(InPipeline, ComposedZeRO):
+    """The arguments of both. make_bucket is InPipeline's (passes), InGrid's (groups), then ZeRO's:
+    each does its part and calls the next."""
 
 
-class ComposedFSDP(UnitsInPipeline, InGrid, FSDP):
-    """FSDP with both, as ComposedZeRO."""
+class FSDPInPipeline(UnitsInPipeline, ComposedFSDP):
+    """The same for FSDP."""
 
 
 # --- mistakes that would be silent: refused

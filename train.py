@@ -257,8 +257,8 @@ def data_parallel(run, model, groups):
         **zero_flags.options(run, model, args.zero, draw),
     )
     if args.zero == 3:
-        return composition.ComposedFSDP(model, dp, **options)
-    sharded = composition.ComposedZeRO(model, dp, args.zero, **options)
+        return composition.FSDPInPipeline(model, dp, **options)
+    sharded = composition.ZeROInPipeline(model, dp, args.zero, **options)
     # Overlap: a unit waits for its new weights in its forward. Islands read all of them before
     if args.islands == 1:
         units = [unit for part in stages.values() for unit in fsdp.default_units(part)]

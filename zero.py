@@ -553,7 +553,7 @@ def check_zero_gradient(zero, bucket):
         raise RuntimeError(
             "a gradient came after its bucket was reduced: there were more backward passes than"
             f" microbatches={zero.microbatches}, or no zero_grad(). In a pipeline take composition"
-            ".ComposedZeRO(..., pipeline_stages={stage: module}) and Pipeline(..., around=zero"
+            ".ZeROInPipeline(..., pipeline_stages={stage: module}) and Pipeline(..., around=zero"
             ".around)"
         )
 

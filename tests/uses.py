@@ -248,10 +248,10 @@ class Layout(OneProcess):
             if units:
                 options["units"] = units(self.model)
             if kind == "fsdp":
-                make = functools.partial(composition.ComposedFSDP, self.trained, self.data)
+                make = functools.partial(composition.FSDPInPipeline, self.trained, self.data)
             else:
                 stage = int(kind[-1])
-                make = functools.partial(composition.ComposedZeRO, self.trained, self.data, stage)
+                make = functools.partial(composition.ZeROInPipeline, self.trained, self.data, stage)
                 options = {"bucket_bytes": 1000} | options
             self.sharded = make(self.make_optimizer, **options)
             if native:  # reduce-scatter as on nccl
