@@ -6,8 +6,7 @@
     tensor, sequence       DTensor's parallelize_module, with loss_parallel; SequenceParallel
     context                context_parallel(); on a CPU, where it does not run, the ring beneath it
     documents              twelve documents packed into a row, beside each of them in a padded row
-    grouped, experts       all experts on every rank, or dealt out: beside a loop over all experts
-                           on every rank, because PyTorch has no expert parallelism
+    grouped, experts       all experts on every rank, or dealt out: beside a loop over all of them
     gpipe .. dualpipev     torch.distributed.pipelining
 
 First both sides take three steps with SGD, which shows a gradient of the wrong scale, then with
@@ -328,9 +327,10 @@ def their_pipeline(name, theirs, job):
 
 
 def our_context(job):
-    model = context_parallel.parallelize_context(job.model(), job.group)
+    core = context_parallel.Ring(job.group)
+    model = context_parallel.parallelize_context(job.model(), job.group, core)
     sync, optimizer = ddp.DDP(model.parameters(), job.group), job.optimizer(model.parameters())
-    where = context_parallel.held_positions(job.config.context, job.rank, job.world).to(job.device)
+    where = core.positions(job.config.context).to(job.device)
     tokens, targets = (context_parallel.shard_sequence(t, where) for t in (job.tokens, job.targets))
     inputs = tokens, where, targets, job.count
     step = stepper(sync.zero_grad, model, inputs, sync.finish, optimizer.step)
