@@ -23,9 +23,10 @@ Order     A pair is two threads, of which one runs at a time. Before a thread wa
           in the same order, and both threads can use the same groups. On a GPU both queue kernels
           on one stream, and nccl's messages run beside it.
 Sent      What the schedule sends without overlap, to the byte.
-Hidden    The waits in pairs, if the partner has enough work. With p ranks and m micro-batches the
-          share 1 - (5p - 1) / 4m of all waits is in pairs (p = 4: m = 8 41%, m = 16 70%). The
-          exchange of the numbers of rows is not hidden, because the host needs the numbers.
+Hidden    The waits in pairs, if the partner has enough work. On average over p ranks the share
+          1 - (5p - 1) / 4m of all waits is in pairs, with m micro-batches. For p = 4: m = 8 41%
+          (rank 0 31%, rank 3 50%), m = 16 70%. The exchange of the numbers of rows is not hidden,
+          because the host needs the numbers.
 Limits    Without experts nothing is hidden: take zb-v. A pair needs the temporary memory of a
           forward and a backward at once.
 
@@ -141,37 +142,40 @@ class MixedRow(Row):
 
 def dualpipev(rank, ranks, microbatches):
     """A rank's row of the schedule above, with the stages of zb_v. The phases are those of
-    DeepSeek's code. Rank 0 of 2, with 4 micro-batches:
-
-        1 F0 F1  2 F2 F0'  3 I0' W0' F1'  4 F3 B1' F2' B0  5 B2' F3' B1  6 B3' I2  7 W2 I3  8 W3
-
-    The pairs are in 4 and 5: a forward, and the backward after it. (PairedSchedule turns them
-    round, because the backward begins.)"""
+    DeepSeek's code, with what they give on rank 0 of 2 with 4 micro-batches. The pairs are in 4 and
+    5: a forward, and the backward after it. (PairedSchedule turns them round.)"""
     if microbatches < 2 * ranks:
         count = f"at least {2 * ranks} micro-batches, twice as many as ranks"
         raise ValueError(f"dualpipev needs {count}, not {microbatches}")
     near, far, row = rank, 2 * ranks - 1 - rank, MixedRow()
     later_ranks = ranks - 1 - rank
-    # 1: forwards, until the first micro-batch is back on the far side
+    # 1  F0 F1: forwards, until the first micro-batch is back on the far side
     row.add("F" * (2 * later_ranks), near)
-    row.add("F", *[near, far] * (rank + 1))  # 2: the V is full: forwards of both sides in turn
-    row.add("IWF" * later_ranks, far)  # 3: the far side's first backwards, in two parts
-    for _ in range(microbatches - 2 * ranks + rank + 1):  # 4: forward and backward of both sides
+    # 2  F2 F0': the V is full: forwards of both sides in turn
+    row.add("F", *[near, far] * (rank + 1))
+    # 3  I0' W0' F1': the far side's first backwards, in two parts
+    row.add("IWF" * later_ranks, far)
+    # 4  F3 B1' F2' B0: forward and backward of both sides
+    for _ in range(microbatches - 2 * ranks + rank + 1):
         row.add("F", near)
         row.add("BF", far)
         row.add("B", near)
-    for _ in range(later_ranks):  # 5: no forwards of the near side are left
+    # 5  B2' F3' B1: no forwards of the near side are left
+    for _ in range(later_ranks):
         row.add("BF", far)
         row.add("B", near)
     sides = [far, near] * (rank + 1)
     whole, split = sides[: rank + 1], sides[rank + 1 :]
-    row.add("B", *whole)  # 6: backwards only. The first half is whole
-    row.add("I", *split)  #    the second half in two parts
-    pending = split + [near] * later_ranks  # stages in the order of their I, those of 7 too
-    for stage in pending[:later_ranks]:  # 7: the last I of the near side, each after a W
+    # 6  B3' I2: backwards only. The first half is whole, the second half in two parts
+    row.add("B", *whole)
+    row.add("I", *split)
+    # 7  W2 I3: the last I of the near side, each after a W
+    pending = split + [near] * later_ranks  # stages in the order of their I
+    for stage in pending[:later_ranks]:
         row.add("W", stage)
         row.add("I", near)
-    row.add("W", *pending[later_ranks:])  # 8: the W that are left
+    # 8  W3: the W that are left
+    row.add("W", *pending[later_ranks:])
     return row
 
 
@@ -318,8 +322,8 @@ def demo(run):
     pp = group_of_row(mesh.T)
     links = [group_of_row(mesh.T) for _ in range(4)]  # see pipeline.make_links
     run.groups(ep=ep, pp=pp, down=links[:2], up=links[2:])  # names in the receipt
-    kind = Schedule if args.in_turns else PairedSchedule
-    schedule = kind(find_schedule("dualpipev", len(mesh), args.microbatches).rows)
+    kind, ranks = Schedule if args.in_turns else PairedSchedule, len(mesh)
+    schedule = kind(dualpipev(rank, ranks, args.microbatches) for rank in range(ranks))
     open_links(links, schedule, run.device)
     layers = receipts.pipeline.stage_layers(config, schedule.last + 1)
     parts = harness.split(run.meta_model, layers, schedule.stages(dist.get_rank(pp)))

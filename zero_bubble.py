@@ -17,15 +17,14 @@ Split: backward of y = x A^T is two matmuls. dy is the gradient of y.
 
 Sent: what pipeline.py sends, and with two stages per rank twice as many messages. The schedules:
     zb-h1   1F1B's memory, a third of its bubble
-    zb-h2   no bubble, nearly twice the memory
+    zb-h2   no bubble, nearly twice the memory. It pays only if steps overlap, see Limits
     zb-v    no bubble, 1F1B's memory, two stages per rank
 
-Limits: the pairs take memory. "No bubble", with F = I = W and at least 2 p - 1 micro-batches, means
-that a rank never waits between its first action and its last. zb-h2's step ends no sooner than
-zb-h1's: the waits are before a rank's first action and after its last. They are gone only if a rank
-begins the next step while others still work, so not with clipping: the norm waits for all ranks.
-Under torch.autocast nothing is deferred: cast the weights instead. docs/learn/pipelines.md compares
-the schedules.
+Limits: the pairs take memory. "No bubble" (with F = I = W and at least 2 p - 1 micro-batches) is
+between a rank's first action and its last. The waits before and after are gone only if a rank
+begins the next step while others still work: not with clipping, whose norm waits for all. Not for a
+stage that torch.compile compiles. Under torch.autocast nothing is deferred: cast the weights
+instead. docs/learn/pipelines.md compares the schedules.
 
     torchrun --nproc_per_node=4 zero_bubble.py --layers 8       python zero_bubble.py --compare
 
@@ -48,8 +47,9 @@ from pipeline import Pipeline, Row, plain_pipeline
 
 
 class SplitLinear(nn.Linear):
-    """A linear layer that computes its weight's gradient when asked. In training x must require a
-    gradient. Behind it an in-place activation would lose the hook: use nn.ReLU().
+    """A linear layer that computes its weight's gradient when asked. For a trained weight that is
+    used once per micro-batch, and an x that requires a gradient. Behind it an in-place activation
+    would lose the hook: use nn.ReLU().
 
         layer, x = SplitLinear(4, 3), torch.randn(5, 4, requires_grad=True)
         loss = layer(x).square().sum()
@@ -112,15 +112,15 @@ def plain_zb_h1(stage, inputs, targets, loss_fn, like, down, up):
     rank, ranks = dist.get_rank(down), dist.get_world_size(down)
     split = [layer for layer in stage.modules() if isinstance(layer, SplitLinear)]
 
-    def kinds():  # for plain_pipeline F and I, a backward. Between them runs each W
-        for action in zb_h1(rank, ranks, len(inputs)):
-            if action.kind != "W":
-                yield action.kind
-                continue
-            for layer in split:
-                layer.backward_weight()
+    def row():  # plain_pipeline takes I for its B. When it asks for more, the W in between run here
+        for kind, _, _ in zb_h1(rank, ranks, len(inputs)):
+            if kind != "W":
+                yield kind
+            else:
+                for layer in split:
+                    layer.backward_weight()
 
-    return plain_pipeline(stage, kinds(), inputs, targets, loss_fn, like, down, up)
+    return plain_pipeline(stage, row(), inputs, targets, loss_fn, like, down, up)
 
 
 # --- the executor: a Pipeline for F, I and W
@@ -245,13 +245,15 @@ def backward_within(mode, y, gradient=None, **options):
     """y.backward(gradient) with the mode on, which torch switches off within a call: a layer that
     runs again must save what it saved at first."""
     with mode:
+        # The edge: for the tensor y torch would switch the mode off again
         edge = torch.autograd.graph.get_gradient_edge(y)
         return torch.autograd.backward([edge], [gradient], **options)
 
 
 def held_by_graph(x):
     """x, and a function that returns it, while autograd's graph holds it. There checkpointing drops
-    it, and makes it again when it is asked for: up to x, so no matmul behind it runs again."""
+    it, and makes it again when it is asked for. Saved before the product, not with it: the second
+    run of a region stops as soon as all is saved, so a product at its end does not run again."""
     x = SaveInput.apply(x)
     node = x.grad_fn
     return x, lambda: node.saved_tensors[0].detach()
@@ -276,7 +278,8 @@ class SaveInput(torch.autograd.Function):
 def zb_v(rank, ranks, microbatches):
     """Rank r holds two stages: r, near the input, and 2 p - 1 - r, far from it. Of 3 ranks rank 0
     holds 0 and 5, rank 1 holds 1 and 4, rank 2 holds 2 and 3. The way through the ranks is a V with
-    both ends on rank 0. With 5 micro-batches; a quote marks the forward of a far stage:
+    both ends on rank 0. With 5 micro-batches; a quote marks the forward of a far stage. Of two (0,
+    as of two {0, the first is the far stage's:
 
         0 1 2 3 4'0(0{0'1(1{1'2(2{2(0{0'3(3{3(1{1'4(4{4(2{2(3{3(4{4
         . 0 1 2'0 3'1(0{0'2(1{1 4(0{0'3(2{2(1{1'4(3{3(2(4(3{2(4{3{4{4
