@@ -42,7 +42,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _push_mode
 
-from pipeline import Action, Mailbox, Row, Schedule
+from pipeline import Action, Row, Schedule
 from zero_bubble import SplitPipeline
 
 # --- the whole idea: a backward and a forward that take turns
@@ -221,11 +221,11 @@ class DualPipe(SplitPipeline):
     def run(self):
         """Pipeline.run, in steps of an action or two that overlap. What differs is `calls`."""
         self.begin()
-        mailbox, losses = Mailbox(self), []
+        losses = []
         for step in self.schedule.steps(dist.get_rank(self.links[0])):
             calls = []
             for action in step:
-                received = mailbox.receive(action)
+                received = self.receive(action)
                 calls.append(functools.partial(self.compute, action, received))
             with self.around(step[0]):
                 if len(step) == 2:
@@ -233,11 +233,11 @@ class DualPipe(SplitPipeline):
                 else:
                     results = [calls[0]()]
             for action, result in zip(step, results):
-                mailbox.send(action, result)
+                self.send(action, result)
                 if action.kind == "F" and action.stage == self.schedule.last:
                     losses.append(result)
             del calls, received, results, result  # frees them while this rank waits
-        mailbox.close()
+        self.end()
         return losses
 
 

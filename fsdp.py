@@ -2,7 +2,7 @@
 
     embed     ~##              ~~##rr        ~  all-gather of the unit's weights
     block 0    ~~##          ~~##rr          #  they are whole, and the unit computes: forward,
-    block 1      ~~##      ~~##rr               then backward. The head's follows at once
+    block 1      ~~##      ~~##rr               then backward
     block 2        ~~##  ~~##rr              r  reduce-scatter of its gradients
     head             ~~####rr                   blank: a rank holds 1/N of the unit
 
@@ -38,7 +38,8 @@ from zero import ShardedBucket, ZeRO, all_gather_into_tensor, await_weights, red
 class PlainFSDP:
     """The whole idea for one unit: four hooks, and computation waits for every message.
 
-        units = [PlainFSDP(module, group) for module in (model.embed, *model.blocks, model.head)]
+        modules = model.embed, *model.blocks, model.head    # of a ModuleDict: blocks.values()
+        units = [PlainFSDP(module, group) for module in modules]
         optimizer = torch.optim.AdamW([unit.shard for unit in units])
         for x, y in batches:          # this rank's rows; target_count counts all ranks' targets
             (cross_entropy(model(x), y, reduction="sum") / target_count).backward()
@@ -47,8 +48,9 @@ class PlainFSDP:
 
     Before: all ranks have equal weights, in one dtype, on their device. Each parameter is in
     exactly one unit (untie the head): in none it gets no sum and no step. A unit returns one
-    tensor, and each of its parameters gets a gradient in every backward pass. Don't call
-    clip_grad_norm_: it sees one rank's shards, and each rank would scale by another factor."""
+    tensor, and each of its parameters gets a gradient in every backward pass. Save the shards, not
+    model.state_dict(): its weights have no memory. Don't call clip_grad_norm_: it sees one rank's
+    shards, and each rank would scale by another factor."""
 
     def __init__(self, module, group):
         self.group, self.parameters = group, list(module.parameters())
@@ -113,7 +115,6 @@ class Unit:
     head, has a bucket with two units. Its gradient is complete after the embedding's backward."""
 
     def __init__(self, module):
-        check_unit(module)
         self.module, self.buckets = module, []
         self.previous = self.next = None  # its neighbours in the order of forward
 
@@ -125,9 +126,9 @@ class Unit:
 
     def release(self):
         for bucket in self.buckets:
-            if bucket.users == {self}:
-                bucket.free()
             bucket.users.discard(self)
+            if not bucket.users:
+                bucket.free()
 
 
 class UnitBucket(ShardedBucket):
@@ -182,11 +183,13 @@ class FSDP(ZeRO):
         self.unit_in_backward = None  # the one whose backward is running
         self.held = ()  # the one that runs or ran last, and the one that is likely to be next
         self.units = self.make_units(model, units)
-        self.units_of = dict.fromkeys(model.parameters(), ())  # two use a tied matrix
+        self.units_of = dict.fromkeys(model.parameters(), ())  # a tied matrix has two
         for unit in self.units:
             for p in unit.module.parameters():
                 self.units_of[p] += (unit,)
-        super().__init__(model, group, 2, make_optimizer, microbatches, float("inf"), **options)
+        # Stage 2 with a bucket per unit, of any size. It calls kind_of and make_bucket, below
+        options |= dict(microbatches=microbatches, bucket_bytes=float("inf"))
+        super().__init__(model, group, 2, make_optimizer, **options)
         del self.units_of  # it would keep the unsplit parameters alive
         for unit in self.units:
             unit.module.register_forward_pre_hook(partial(self._before_forward, unit))
@@ -242,9 +245,10 @@ class FSDP(ZeRO):
 
     def _enter(self, unit, likely_next):
         """`unit` runs now, forward or backward. Start to gather the one that is likely next."""
-        for other in self.held if self.reshard else ():
-            if other not in (unit, self.unit_in_backward):
-                other.release()
+        if self.reshard:  # not in _after_forward: the last unit's backward follows at once
+            for other in self.held:
+                if other not in (unit, self.unit_in_backward):
+                    other.release()
         unit.gather()
         await_weights(unit.buckets)
         if likely_next is not None:
@@ -295,12 +299,6 @@ def has_forward(module):
 # --- mistakes that would be silent: refused
 
 
-def check_unit(module):
-    if not has_forward(module):
-        kind = type(module).__name__
-        raise ValueError(f"a {kind} has no forward, so it can't be a unit: give the modules in it")
-
-
 def check_output(module, output, tensors):
     if torch.is_grad_enabled() and not tensors:
         found = f"{type(module).__name__} returned a {type(output).__name__}"
@@ -327,8 +325,23 @@ def main():
     parser.set_defaults(stage=3)
     args = parser.parse_args()
     harness.configure(args)
-    # The loop is that of zero.demo(), with FSDP(...) in the place of ZeRO(...)
-    proof.launch(zero.demo, args, check=partial(zero_flags.check_world, args))
+    proof.launch(demo, args, check=partial(zero_flags.check_world, args))
+
+
+def demo(run):
+    import composition  # for --shard-ranks. It imports this file: not above
+
+    args = run.args
+    group, hsdp = zero_flags.make_groups(run)
+    model = run.meta_model()  # FSDP fills it with weights, a unit at a time
+    options = zero_flags.options(run, model, stage=3)
+    options["make_optimizer"] = partial(harness.make_optimizer, args=args)
+    options["microbatches"] = args.microbatches
+    if hsdp:
+        fsdp = composition.ComposedFSDP(model, group, hsdp=hsdp, **options)
+    else:
+        fsdp = FSDP(model, group, **options)
+    return zero.train(run, model, fsdp)  # the loop in FSDP's docstring
 
 
 if __name__ == "__main__":

@@ -48,17 +48,25 @@ def cut(layers, stages):
     return [nn.Sequential(*layers[start:end]) for start, end in itertools.pairwise(borders)]
 
 
-def plain_pipeline(stage, row, inputs, targets, loss_fn, like, down, up):
-    """One step of this rank: `row` is its line of the picture, "F" a forward, "B" a backward.
-    Leaves gradients in .grad, and returns the last rank's losses. For rank r of p, with m
-    micro-batches:
+def gpipe_row(rank, ranks, microbatches):
+    """A rank's line of the picture: "F" for a forward, "B" for a backward. First all forwards."""
+    return "F" * microbatches + "B" * microbatches
 
-        gpipe = "F" * m + "B" * m
-        ahead = min(p - 1 - r, m)
-        one_f_one_b = "F" * ahead + "FB" * (m - ahead) + "B" * ahead
+
+def one_f_one_b_row(rank, ranks, microbatches):
+    """Rank r of p runs p - 1 - r forwards ahead, then a forward and a backward in turn. So the last
+    rank starts each backward at once, and rank r holds activations of at most p - r micro-batches.
+    GPipe holds those of all."""
+    ahead = min(ranks - 1 - rank, microbatches)
+    return "F" * ahead + "FB" * (microbatches - ahead) + "B" * ahead
+
+
+def plain_pipeline(stage, row, inputs, targets, loss_fn, like, down, up):
+    """One step of this rank. Leaves gradients in .grad, and returns the last rank's losses. For
+    rank r of p, with m micro-batches:
 
         down, up = dist.new_group(), dist.new_group()    # of activations, and of their gradients
-        stage = cut([embedding, *blocks, head], p)[r]
+        stage, row = cut([embedding, *blocks, head], p)[r], one_f_one_b_row(r, p, m)
         optimizer = torch.optim.SGD(stage.parameters())
 
         def loss_fn(y, target):    # on the last rank. y: (b, T, V)
@@ -67,7 +75,7 @@ def plain_pipeline(stage, row, inputs, targets, loss_fn, like, down, up):
         like = torch.empty(b, T, C)    # shape, dtype and device of what stages send each other
         for inputs, targets, target_count in batches:    # the same lists on every rank
             optimizer.zero_grad()
-            losses = plain_pipeline(stage, one_f_one_b, inputs, targets, loss_fn, like, down, up)
+            losses = plain_pipeline(stage, row, inputs, targets, loss_fn, like, down, up)
             optimizer.step()
 
     nccl passes a group's messages between two ranks in order: in one group a send down could block
@@ -84,17 +92,18 @@ def plain_pipeline(stage, row, inputs, targets, loss_fn, like, down, up):
                 x.requires_grad_()  # a leaf: backward leaves its gradient in x.grad
             y = stage(x).contiguous()
             if rank < last:
-                sends.append(dist.isend(y.detach(), group=down, group_dst=rank + 1))
+                send = dist.isend(y.detach(), group=down, group_dst=rank + 1)
             else:
-                y = loss_fn(y, target)
+                y, send = loss_fn(y, target), None
                 losses.append(y.detach())
-            saved.append((x, y))
+            saved.append((x, y, send))
         else:
-            x, y = saved.popleft()  # the oldest micro-batch
+            x, y, send = saved.popleft()  # the oldest micro-batch
             gradient = None  # y is the loss: backward starts here
             if rank < last:
                 gradient = torch.empty_like(y)
                 dist.recv(gradient, group=up, group_src=rank + 1)
+                send.wait()  # y has arrived: its gradient is here
             y.backward(gradient)
             if rank > 0:
                 sends.append(dist.isend(x.grad.contiguous(), group=up, group_dst=rank - 1))
@@ -133,20 +142,15 @@ class Row(list):
 
 
 def gpipe(rank, ranks, microbatches):
-    """All forwards, then all backwards: F0 F1 F2 B0 B1 B2."""
-    return Row("F" * microbatches + "B" * microbatches, rank)  # a stage per rank: stage = rank
+    """Rank 0 of 2:  F0 F1 F2 B0 B1 B2"""
+    return Row(gpipe_row(rank, ranks, microbatches), rank)  # a stage per rank: stage = rank
 
 
 def one_f_one_b(rank, ranks, microbatches):
-    """Rank r of p runs p - 1 - r forwards ahead, then a forward and a backward in turn. So the last
-    rank starts each backward at once, and rank r holds activations of at most p - r micro-batches.
-    GPipe holds those of all.
-
-        rank 0 of 3:  F0 F1 F2 B0 F3 B1 F4 B2 B3 B4
-        rank 1 of 3:  F0 F1 B0 F2 B1 F3 B2 F4 B3 B4
-        rank 2 of 3:  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4"""
-    ahead = min(ranks - 1 - rank, microbatches)
-    return Row("F" * ahead + "FB" * (microbatches - ahead) + "B" * ahead, rank)
+    """Rank 0 of 3:  F0 F1 F2 B0 F3 B1 F4 B2 B3 B4
+    rank 1 of 3:  F0 F1 B0 F2 B1 F3 B2 F4 B3 B4
+    rank 2 of 3:  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4"""
+    return Row(one_f_one_b_row(rank, ranks, microbatches), rank)
 
 
 # --- what an action waits for, and what it sends
@@ -204,9 +208,9 @@ class Schedule:
 
 
 # --- the executor. For each action of a rank's row, in order:
-#     Mailbox.receive     the message that it waits for (Schedule.incoming)
-#     Pipeline.compute    the forward or backward of its stage
-#     Mailbox.send        the result, to the next stage or the one before (Schedule.outgoing)
+#     receive    the message that it waits for (Schedule.incoming)
+#     compute    the forward or backward of its stage
+#     send       the result, to the next stage or the one before (Schedule.outgoing)
 
 
 class Pipeline:
@@ -253,20 +257,26 @@ class Pipeline:
         """All actions of this rank's row. Returns the last stage's results, detached, on its rank,
         and [] on the others."""
         self.begin()
-        mailbox, results = Mailbox(self), []
+        results = []
         for action in self.row:
-            received = mailbox.receive(action)  # None on stage 0, and for the backward of the loss
+            received = self.receive(action)  # None on stage 0, and for the backward of the loss
             with self.around(action):
                 result = self.compute(action, received)
-            mailbox.send(action, result)
+            self.send(action, result)
             if action.kind == "F" and action.stage == self.schedule.last:
                 results.append(result)
             del received, result  # frees them while this rank waits
-        mailbox.close()
+        self.end()
         return results
 
     def begin(self):
         self.saved = {}  # {(micro-batch, stage): input and output, from forward to backward}
+        self.arriving = {}  # {message: (tensor, handle of its receive)}
+        self.sends = []  # (tensor, handle) of those on their way
+
+    def end(self):
+        for _, work in self.sends:
+            work.wait()
 
     def compute(self, action, received):
         """Turn the message that an action waits for into the message that it sends."""
@@ -289,28 +299,17 @@ class Pipeline:
         y.backward(gradient)  # None, if y is the loss
         return None if x is None else x.grad
 
-
-# --- messages between ranks
-
-
-class Mailbox:
-    """This rank's messages of one run. Sends return at once. Messages have no names: the n-th
-    receive from a rank, of one kind, gets what the n-th send has sent."""
-
-    def __init__(self, pipeline):
-        self.pipeline = pipeline
-        self.arriving = {}  # {message: (tensor, handle of its receive)}
-        self.sends = []  # (tensor, handle): a tensor must live until its send is done
+    # Messages have no names: the n-th receive from a rank, of one kind, gets what the n-th send has
+    # sent. Sends return at once
 
     def receive(self, action):
         """Post the receives planned before an action. Return the message that it waits for."""
-        pipeline = self.pipeline
-        for message in pipeline.schedule.receives_before[action]:
-            buffer = torch.empty(pipeline.shape, dtype=pipeline.dtype, device=pipeline.device)
-            group = group_for(pipeline.links, message)
+        for message in self.schedule.receives_before[action]:
+            buffer = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+            group = group_for(self.links, message)
             work = dist.irecv(buffer, group=group, group_src=message.source)
             self.arriving[message] = buffer, work
-        message = pipeline.schedule.incoming(action)
+        message = self.schedule.incoming(action)
         if message is None:
             return None
         tensor, work = self.arriving.pop(message)
@@ -319,22 +318,18 @@ class Mailbox:
         return tensor
 
     def send(self, action, tensor):
-        message = self.pipeline.schedule.outgoing(action)
+        message = self.schedule.outgoing(action)
         if message is None:
             return
         if message.target == message.source:  # both stages are on this rank
             self.arriving[message] = tensor, None
             return
-        check_message(self.pipeline, action, tensor)
+        check_message(self, action, tensor)
         tensor = tensor.contiguous()
         # Drop the tensors that have left. (gloo says so only after wait())
         self.sends = [(t, work) for t, work in self.sends if not work.is_completed()]
-        group = group_for(self.pipeline.links, message)
+        group = group_for(self.links, message)
         self.sends.append((tensor, dist.isend(tensor, group=group, group_dst=message.target)))
-
-    def close(self):
-        for _, work in self.sends:
-            work.wait()
 
 
 # --- what nccl needs: a time for each receive, and groups that do not block each other
@@ -346,14 +341,12 @@ def plan_receives(schedule):
         1F1B on rank 1 of 3. <F1 posts the receive of F1's input, <B1 that of B1's gradient
         <F0 F0 <F1 F1 <F2 <B0 B0 <B1 F2 B1 <F3 <B2 F3 B2 <F4 <B3 F4 B3 <B4 B4
 
-    A receive is posted before its rank's first action that starts after the send. Later, the rank
-    would wait while the message travels. Earlier, it may hang on nccl: a posted receive is a kernel
-    that spins until its message comes, and CUDA may need an idle device to load a kernel or to free
-    memory.
-
-    To find that action, this plays the schedule in rounds: each rank runs its next action if its
-    message was sent in an earlier round. The last rank goes first: for a lower rank "next" is then
-    still its action of this round, so 1F1B's receives spin half as long."""
+    Too early, a receive may hang on nccl: it is a kernel that spins until its message comes, and
+    CUDA may need an idle device to load a kernel or to free memory. Too late, nothing travels while
+    the rank computes. So this plays the schedule in rounds: in each every rank runs its next
+    action, if its message was sent in an earlier round, the last rank first. A message's receive is
+    posted before what its rank has not begun when the sender runs. So gradients (<B1 F2 B1) travel
+    during a forward. Most activations (<F3 F3) are posted when they are needed."""
     plan = collections.defaultdict(list)
     sent = {None}  # None: an action that waits for nothing
     rows = [collections.deque(schedule.steps(rank)) for rank in range(len(schedule.rows))]
@@ -387,8 +380,9 @@ def group_for(links, message):
 
 
 def open_links(links, schedule, device):
-    """Send a first message through each channel, in an order that all ranks share: on nccl a first
-    message blocks until both ranks are there. Returns the links."""
+    """Send a first message each way between ranks, in an order that all share. On nccl a first
+    message blocks until both ranks are there: two that first send to each other would wait for
+    ever. Returns the links."""
     rank = dist.get_rank(links[0])
     number = torch.zeros(1, device=device)
     messages = {schedule.outgoing(action) for row in schedule.rows for action in row} - {None}
@@ -537,8 +531,8 @@ def demo(run):
         return model[stage](x, targets=targets, target_count=run.target_count, sample_ids=samples)
 
     shape = (args.batch // args.microbatches, config.context, config.width)
-    kind = zero_bubble.SplitPipeline if args.schedule in dualpipe.SPLIT else Pipeline
-    pipeline = kind(schedule, forward, shape, run.dtype, run.device, links, around=in_w)
+    executor = zero_bubble.SplitPipeline if args.schedule in dualpipe.SPLIT else Pipeline
+    pipeline = executor(schedule, forward, shape, run.dtype, run.device, links, around=in_w)
     for step in run.steps(optimizer):
         batches = run.microbatches(step)
         optimizer.zero_grad(set_to_none=False)  # gradients stay in memory: the receipt counts them

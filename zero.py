@@ -590,22 +590,25 @@ def demo(run):
     import fsdp
 
     args = run.args
-    group, hsdp = zero_flags.make_groups(run)
-    model = run.meta_model()
-    options = zero_flags.options(run, model, args.stage)
-    options["microbatches"] = args.microbatches
-    options["make_optimizer"] = functools.partial(harness.make_optimizer, args=args)
-    zero_class, fsdp_class = ZeRO, fsdp.FSDP
-    if hsdp:
-        zero_class, fsdp_class = composition.ComposedZeRO, composition.ComposedFSDP
-        options["hsdp"] = hsdp
     if args.stage == 3:
-        zero = fsdp_class(model, group, **options)
+        return fsdp.demo(run)
+    group, hsdp = zero_flags.make_groups(run)
+    model = run.meta_model()  # ZeRO fills it with weights, a bucket at a time
+    options = zero_flags.options(run, model, args.stage)
+    options["make_optimizer"] = functools.partial(harness.make_optimizer, args=args)
+    options["microbatches"] = args.microbatches
+    if hsdp:
+        zero = composition.ComposedZeRO(model, group, args.stage, hsdp=hsdp, **options)
     else:
-        zero = zero_class(model, group, args.stage, **options)
+        zero = ZeRO(model, group, args.stage, **options)
+    return train(run, model, zero)
+
+
+def train(run, model, zero):
+    """The loop in ZeRO's docstring, for FSDP too."""
     for step in run.steps(zero):
         zero.zero_grad()
-        loss = torch.zeros((), dtype=torch.float64, device=run.device)
+        loss = run.zero()
         for tokens, targets, samples in run.microbatches(step, run.rank, run.world):
             # target_count: the tokens of the global batch
             part = model(tokens, targets=targets, target_count=run.target_count, sample_ids=samples)
@@ -614,7 +617,7 @@ def demo(run):
         dist.all_reduce(loss)
         norm = zero.grad_norm()
         run.check(loss, norm, lambda: zero.gather_full(model.named()))
-        zero.clip(norm, args.grad_clip)
+        zero.clip(norm, run.args.grad_clip)
         zero.step()
         run.log()
     return run.receipt(*receipts.zero.of_demo(run))

@@ -159,12 +159,12 @@ def of_demo(run, tokens, find_tiles=None, find_plan=None):
 def tokens_used(find_plan, batches, args, *where):
     """Of how many of this rank's tokens others use the keys, and of how many of theirs this rank,
     in micro-batches with --documents. find_plan: packed_documents.py's, with its arguments."""
-    used_by = used_of = 0
+    lent = borrowed = 0
     for tokens, *_ in batches:
         plan = find_plan(*where, documents.starts_of(tokens, args))
-        used_by += sum(map(len, plan.used_by))
-        used_of += sum(map(len, plan.used_of))
-    return used_by, used_of
+        lent += sum(map(len, plan.lent))
+        borrowed += sum(map(len, plan.borrowed))
+    return lent, borrowed
 
 
 def work(tiles):

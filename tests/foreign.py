@@ -92,7 +92,7 @@ class Transformer(nn.Module):
     def __iter__(self):
         return iter([self.embed, self.place, *self.blocks, self.norm, self.head])
 
-    def forward(self, tokens, where=None):
+    def forward(self, tokens, where=None, starts=None):
         x = self.place(self.embed(tokens), where)
         for block in self.blocks:
             x = block(x)

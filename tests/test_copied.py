@@ -25,7 +25,6 @@ from foreign import (
     WIDTH,
     OneProcess,
     batch,
-    causal,
     islands_here,
     one_process,
 )
@@ -382,22 +381,26 @@ def test_usage_of_tensor_and_sequence_parallel(tp, sp):
     assert_trained(sequence.named(), (None, gradients, before), cuts)
 
 
-@pytest.mark.parametrize("kind", ["Ring", "Ulysses"])
-@on_top_of("context_parallel", 2)
-def test_usage_of_context_parallel(cp, kind):
-    """One batch, of a length that two ranks don't divide. Ulysses' block goes on as Ring's."""
+@pytest.mark.parametrize("kind", ["Ring", "Ulysses", "DocumentRing"])
+@on_top_of("context_parallel packed_documents", 2)
+def test_usage_of_context_parallel(cp, pd, kind):
+    """One batch, of a length that two ranks don't divide; with documents it is one of these. The
+    blocks of Ulysses and DocumentRing go on as Ring's."""
     use, (tokens, targets, count) = OneProcess(MODELS["grouped"](), "sgd"), batch(0, 13)
 
     def decoder(core):
         for block in use.model.blocks:
-            block.attn.core = core
+            block.attn.core = lambda *qkv: core(*qkv, *filter(torch.is_tensor, [names["starts"]]))
         return use.model
 
     code = usage(cp.Ring)
     if kind == "Ulysses":
         code = usage(cp.Ulysses) + "\n" + code[code.index("x = ") :]
-    given = dict(group=group.WORLD, Decoder=decoder, T=13, core=causal, nn=nn)
-    exec(code, vars(cp) | given | dict(tokens=tokens, targets=targets, target_count=count))
+    elif kind == "DocumentRing":
+        code = usage(pd.DocumentRing) + "\n" + code[code.index("target_count = ") :]
+    names = vars(cp) | vars(pd) | dict(group=group.WORLD, Decoder=decoder, T=13, nn=nn)
+    names |= dict(tokens=tokens, targets=targets, target_count=count, starts=None, separator=-1)
+    exec(code, names)
     gradients = one_process("grouped", "sgd", 1, limit=0)[1]
     torch.testing.assert_close(
         {name: p.grad for name, p in use.named().items()}, gradients, rtol=1e-9, atol=1e-10
@@ -407,8 +410,8 @@ def test_usage_of_context_parallel(cp, kind):
 @pytest.mark.parametrize(
     "of, ranks, microbatches, schedule",
     [
-        ("plain_pipeline", 3, 2, "gpipe"),  # fewer than ranks
-        ("plain_pipeline", 3, 4, "one_f_one_b"),
+        ("plain_pipeline", 3, 2, "gpipe_row"),  # fewer than ranks
+        ("plain_pipeline", 3, 4, "one_f_one_b_row"),
         ("Pipeline", 2, 4, None),
         ("Pipeline", 2, 4, "zb-v"),
     ],
@@ -431,7 +434,7 @@ def test_usage_of_pipelines(copied, of, ranks, microbatches, schedule):
             names["Pipeline"] = zb.SplitPipeline
         torch.set_default_dtype(torch.float64)
         code = usage(getattr(pp, of)).replace("torch.optim.AdamW", "torch.optim.SGD")
-        code = code.replace("(stage, one_f_one_b", f"(stage, {schedule}")
+        code = code.replace("one_f_one_b_row(", f"{schedule}(")
         exec(code, names := vars(pp) | names)
         trained = names.get("held", names.get("stage")).parameters()
         assert_trained({p.full_name: p for p in trained}, whole)

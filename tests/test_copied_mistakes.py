@@ -44,7 +44,6 @@ linear.register_forward_hook(lambda *_: Names()) and FSDP(linear, world, SGD).mo
     torch.ones(WIDTH))  # returned a SimpleNamespace ... FSDP finds no tensor
 ZeRO(model, world, 1, SGD, {param_dtype=torch.bfloat16 | offload=True}).model.load_state_dict(
     model.state_dict())  # the masters
-(lambda items: FSDP(items, world, SGD, units=[items]))(nn.ModuleList([model]))  # has no forward
 """,
     "muon": """
 Muon(model, world, {[model[1].bias] | [weight] | [model[1].weight.detach()]})

@@ -59,11 +59,11 @@ CEILINGS = {
     "benchmarks": 2511,
 }
 DEMO = "# --- demo ---"
-# Demos that a lesson runs for another one: `ddp.py --sync server`, and fsdp.py's
-HANDED_OVER = {"zero.demo", "parameter_server.demo", "pipeline.main", "context_parallel.launch"}
+# Demos that a lesson runs for another one, as `ddp.py --sync server`, and parts of demos
+HANDED_OVER = {"fsdp.demo", "zero.train", "parameter_server.demo", "pipeline.main"}
 HANDED_OVER |= {"composition.launch", "composition.make_grid", "composition.train"}
 HANDED_OVER |= {"dualpipe.ALL_SCHEDULES", "dualpipe.SPLIT", "dualpipe.find_schedule"}
-HANDED_OVER.add("sequence_parallel.check_tokens")
+HANDED_OVER |= {"context_parallel.launch", "sequence_parallel.check_tokens"}
 
 
 def files():

@@ -59,7 +59,7 @@ def test_documents_are_each_alone(ranks):
 def off_by_one(starts):
     """document_tiles with other borders between documents."""
     find = pd.document_tiles
-    return lambda queries, keys, _: find(queries, keys, starts)
+    return lambda queries, keys, _, own=False: find(queries, keys, starts, own)
 
 
 def test_documents_send_the_keys_that_tiles_use(ranks):
@@ -75,12 +75,12 @@ def test_documents_send_the_keys_that_tiles_use(ranks):
                     used = torch.zeros(rows * tokens, dtype=torch.bool)
                     for tile in plan.tiles[other] if other != rank else ():
                         used[tile.keys] = True
-                    assert torch.equal(plan.used_of[other], used.nonzero().flatten())
-                    assert torch.equal(plan.used_of[other], plans[other].used_by[rank])
+                    assert torch.equal(plan.borrowed[other], used.nonzero().flatten())
+                    assert torch.equal(plan.borrowed[other], plans[other].lent[rank])
 
     page = starts_of([long_context.LENGTHS])  # docs/learn/long-sequences.md has the figure
     plans = [pd.find_plan(rank, 4, 64, True, page) for rank in range(4)]
-    sent = sum(len(keys) for plan in plans for keys in plan.used_by)
+    sent = sum(len(keys) for plan in plans for keys in plan.lent)
     assert sent / (3 * 256) == pytest.approx(0.52, abs=0.005)
 
     size, starts, find_plan = (3, 4, 2, 8), starts_of(LENGTHS), pd.find_plan
@@ -88,8 +88,8 @@ def test_documents_send_the_keys_that_tiles_use(ranks):
     def one_less(*where):
         plan = find_plan(*where)
 
-        used_by, used_of = ([keys[1:] for keys in of] for of in (plan.used_by, plan.used_of))
-        return plan._replace(used_by=used_by, used_of=used_of)
+        lent, borrowed = ([keys[1:] for keys in of] for of in (plan.lent, plan.borrowed))
+        return plan._replace(lent=lent, borrowed=borrowed)
 
     def work(rank):
         with mock.patch.object(pd, "find_plan", one_less):
