@@ -1,8 +1,10 @@
-"""Two kinds of parallelism at once, in a grid of ranks: one in the rows, one in the columns.
+"""Several kinds of parallelism at once, each along one dimension of a grid of ranks.
 
               tp 0    tp 1
     dp 0        0       1      a row     tensor parallelism: shards of the same layers, same data
     dp 1        2       3      a column  data parallelism: the same shards, other data
+
+    With a pipeline the grid is a box: groups_along(dp, pp, tp), below.
 
 Order     First a technique cuts the model: its tensors, its experts or its layers. Then data
           parallelism (DDP, ZeRO, FSDP) takes a rank's shards as the model of its column.
@@ -18,7 +20,8 @@ Sum       A gradient is summed over the ranks that have the same shard and saw o
 
           Without it, as down's bias, a parameter is whole on every rank of a row.
 Norm      Every element counts once. A rank squares its part of each gradient and divides by the
-          number of ranks that have the same part. The whole grid adds up.
+          number of ranks that have the same part. The whole grid adds up; so do the stages of a
+          pipeline.
 Sent      As by each alone, but data parallelism sends only a rank's shards. For the norm 8 bytes
           per group. What sends most goes into the rows, on neighbours in a node: here tp.
 Use       docs/use/two-techniques.md has the loop for each pair, on a model of plain modules.
@@ -36,20 +39,24 @@ import math
 import torch
 import torch.distributed as dist
 
-from fsdp import FSDP
-from zero import ZeRO
-
 # --- the plainest form: sum each gradient over the right ranks, and count each element once
+
+
+def groups_along(*sizes):
+    """This rank's group along each dimension of the grid: dp, pp, tp = groups_along(2, 2, 2). The
+    ranks of the last one are neighbours. -1: as many as there are."""
+    grid = torch.arange(dist.get_world_size()).view(sizes)
+    lines = [grid.movedim(d, -1).reshape(-1, size) for d, size in enumerate(grid.shape)]
+    return [dist.new_subgroups_by_enumeration(rows.tolist())[0] for rows in lines]
 
 
 def sum_in_grid(parameters, data_group):
     """After the last backward pass of a step: makes each p.grad that of the whole batch.
 
-        grid = torch.arange(dist.get_world_size()).view(-1, t)          # t ranks in a row
-        tp, _ = dist.new_subgroups_by_enumeration(grid.tolist())        # this rank's row
-        dp, _ = dist.new_subgroups_by_enumeration(grid.T.tolist())      # its column
-        cut(model, tp)                               # tensor_parallel.py's loop over the blocks
-        for micro_batches, target_count in batches:  # equal on a row. The targets of all rows
+        dp, tp = groups_along(-1, t)                 # this rank's column, and its row of t ranks
+        split(model, tp)    # tensor_parallel.py's loop over the blocks. With a split head, too, the
+                            # loss is VocabParallelCrossEntropy
+        for micro_batches, target_count in batches:  # other ones in each row. Of all rows
             optimizer.zero_grad()
             for x, y in micro_batches:
                 loss = cross_entropy(model(x), y, reduction="sum") / target_count
@@ -62,10 +69,11 @@ def sum_in_grid(parameters, data_group):
     All sums wait for the end of backward. DDP and the classes below overlap them."""
     for p in parameters:
         if p.requires_grad:
-            check_data_group(p, placed(p, "data", data_group))
+            replicas = placed(p, "data", data_group)
+            check_data_group(p, replicas)
             if p.grad is None:  # this rank did not use p, but others wait for its part of the sum
                 p.grad = torch.zeros_like(p)
-            for group in [placed(p, "data", data_group), *placed(p, "partial", ())]:
+            for group in [replicas, *placed(p, "partial", ())]:
                 dist.all_reduce(p.grad, group=group)
 
 
@@ -81,7 +89,11 @@ def groups_cutting(p):
 
 def norm_in_grid(parameters, groups):
     """The norm of the whole gradient, a float64 scalar, the same on all ranks. groups: all
-    dimensions of the grid, [dp, tp]."""
+    dimensions of the grid in which ranks have shards or copies of the same parameters, [dp, tp].
+    Not a pipeline's, whose ranks have other parameters, which nothing here can see. Add these:
+
+        square = norm_in_grid(parameters, [dp, tp]).square()    # a tied matrix: on one stage only
+        dist.all_reduce(square, group=pp)                       # then .sqrt()"""
     trained = [p for p in parameters if p.grad is not None]
     check_grid(trained, groups)
     square = torch.zeros((), dtype=torch.float64, device=trained[0].device)
@@ -113,7 +125,7 @@ def check_data_group(p, data_group):
 def check_grid(parameters, groups):
     cut_over = set()
     for p in parameters:
-        if placed(p, "data", None) is None:  # experts may be dealt out over several groups
+        if placed(p, "data", None) is None:  # experts' groups need not be rows of this grid
             cut_over.update(groups_cutting(p))
     for group in cut_over:
         if not any(is_within(group, of_grid) for of_grid in groups):
@@ -129,7 +141,16 @@ def is_within(inner, outer):
     return ranks.issubset(dist.get_process_group_ranks(outer))
 
 
-# --- ZeRO and FSDP in a grid. A method does its part and calls theirs
+# --- ZeRO and FSDP in a grid. Each class overrides some of ZeRO's methods and calls super():
+#
+#                       InPipeline, at the end      InGrid                        ZeRO
+#     kind_of           and the stages that use p   and the groups that sum p     dtype, device
+#     make_bucket       passes of its stages        its group, or its node        the bucket
+#     buckets_of_pass   of the running stage                                      all
+#     finish                                        then replicas and partials    waits
+
+from fsdp import FSDP
+from zero import ZeRO
 
 
 class InGrid:
@@ -173,19 +194,18 @@ class InGrid:
             self.replica_sums.append(dist.all_reduce(bucket.gradient_shard, **options))
 
     def finish(self):
-        called_again = self.finished
+        if self.finished:  # the sums are there: don't add partial sums twice
+            return super().finish()
         super().finish()
         while self.replica_sums:
             self.replica_sums.pop().wait()
-        if called_again:  # don't add partial sums twice
-            return
-        for bucket in self.trained_buckets:
-            for group in placed(bucket.parameters[0], "partial", ()):  # mostly none: not overlapped
+        for bucket in self.trained_buckets:  # not in backward: stages would wait for each other
+            for group in placed(bucket.parameters[0], "partial", ()):
                 dist.all_reduce(bucket.gradient_shard, group=group)
 
     def grad_norm(self, groups=(), pipeline_group=None):
         """groups: those of the grid beside ZeRO's own, as [tp]. pipeline_group: the ranks with the
-        other stages of a pipeline."""
+        other stages of a pipeline. Nothing notices if you leave it out, or put it in groups."""
         self.finish()
         parts = []
         for bucket in self.trained_buckets:
@@ -195,8 +215,9 @@ class InGrid:
 
 
 def norm_of_parts(parts, groups, pipeline_group=None):
-    """norm_in_grid where a data-parallel rank has a shard of each gradient, in few kernels. parts:
-    [(parameter, what this rank has of its gradient, into how many shards it is split)]."""
+    """norm_in_grid, but a data-parallel rank has a shard of each gradient, stages have the others,
+    and it takes few kernels. parts: [(parameter, what this rank has of its gradient, into how many
+    shards it is split)]."""
     check_grid([p for p, _, _ in parts], groups)
     gradients = {}  # {number of ranks that have the same part: gradients}
     for p, gradient, shards in parts:
@@ -259,10 +280,8 @@ class InPipeline:
     def around(self, action):
         """Called by the pipeline for each action that it runs."""
         self.action = action
-        try:
-            yield
-        finally:
-            self.action = None
+        yield
+        self.action = None
 
     def buckets_of_pass(self):  # a backward pass reduces its stage's buckets
         buckets = super().buckets_of_pass()
@@ -307,10 +326,11 @@ class FSDPInPipeline(UnitsInPipeline, ComposedFSDP):
 def check_hsdp(hsdp):
     """Else some gradients are not summed, or those of different shards are."""
     for group, (node, across) in hsdp.items():
-        found = [(dist.get_rank(node), dist.get_world_size(node))]
+        here = dist.get_rank(node), dist.get_world_size(node)
+        found = [here]
         if across is not None:
-            found *= dist.get_world_size(across)
-            dist.all_gather_object(found, found[0], group=across)
+            found = [None] * dist.get_world_size(across)
+            dist.all_gather_object(found, here, group=across)
         nodes = dist.get_world_size(group) // dist.get_world_size(node)
         if len(found) != nodes or len(set(found)) > 1:
             raise ValueError("hsdp needs `across`: one rank of each node, with the same shard")
@@ -359,20 +379,12 @@ def launch(args, demo):
     proof.launch(demo, args, check=check)
 
 
-def make_grid(run):
-    """This rank's row and its column, process groups."""
-    grid = torch.arange(run.world).view(-1, run.args.tp)
-    tp, _ = dist.new_subgroups_by_enumeration(grid.tolist())
-    dp, _ = dist.new_subgroups_by_enumeration(grid.T.tolist())
-    run.groups(dp=dp, tp=tp)
-    return tp, dp
-
-
 def demo(run):
     args = run.args
     if args.zero is not None:
         return demo_zero(run)
-    tp, dp = make_grid(run)
+    dp, tp = groups_along(-1, args.tp)
+    run.groups(dp=dp, tp=tp)  # names for the receipt
     # First tensor parallelism cuts the model. Data parallelism then takes the shards as they are
     model = run.fill(tensor_parallel.parallelize_tensors(run.meta_model(), tp))
     parameters = list(model.parameters())
@@ -403,7 +415,8 @@ def demo(run):
 def demo_zero(run):
     """The same with ComposedZeRO or ComposedFSDP in the columns."""
     args, stage = run.args, run.args.zero
-    tp, dp = make_grid(run)
+    dp, tp = groups_along(-1, args.tp)
+    run.groups(dp=dp, tp=tp)
     model = tensor_parallel.parallelize_tensors(run.meta_model(), tp)
     options = zero_flags.options(run, model, stage)  # ZeRO fills the model with weights
     options["microbatches"] = args.microbatches

@@ -160,7 +160,8 @@ def main():
 
 def demo(run):
     args = run.args
-    tp, dp = composition.make_grid(run)
+    dp, tp = composition.groups_along(-1, args.tp)
+    run.groups(dp=dp, tp=tp)
     model = run.fill(tensor_parallel.parallelize_tensors(run.meta_model(), tp))
     matrices = [p for p in model.blocks.parameters() if p.dim() > 1]  # not embedding and head
     options = dict(lr=args.lr, weight_decay=args.weight_decay, microbatches=args.microbatches)

@@ -285,7 +285,7 @@ def test_usage_of_data_parallelism(copied, files, of, model, optimizer):
         if of == "serve":  # one worker is one process
             use.shares, use.share = 1, 0  # all rows
         names = loop_names(use, module) | {"make": use.make_optimizer, "steps": STEPS}
-        names |= dict(t=1, cut=lambda model, tp: None)
+        names |= dict(t=1, split=lambda model, tp: None)
         for p in use.model.parameters():
             if of == "sum_gradients" or of == "push" and p.requires_grad:
                 p.data += rank

@@ -61,7 +61,7 @@ CEILINGS = {
 DEMO = "# --- demo ---"
 # Demos that a lesson runs for another one, as `ddp.py --sync server`, and parts of demos
 HANDED_OVER = {"fsdp.demo", "zero.train", "parameter_server.demo", "pipeline.main"}
-HANDED_OVER |= {"composition.launch", "composition.make_grid", "composition.train"}
+HANDED_OVER |= {"composition.launch", "composition.train"}
 HANDED_OVER |= {"dualpipe.ALL_SCHEDULES", "dualpipe.SPLIT", "dualpipe.find_schedule"}
 HANDED_OVER |= {"context_parallel.launch", "sequence_parallel.check_tokens"}
 
