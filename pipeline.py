@@ -70,10 +70,11 @@ def plain_pipeline(stage, row, inputs, targets, loss_fn, like, down, up):
         optimizer = torch.optim.SGD(stage.parameters())
 
         def loss_fn(y, target):    # on the last rank. y: (b, T, V)
-            return F.cross_entropy(y.mT, target, reduction="sum") / target_count  # of the batch
+            # The batch's number of targets. A mean of its pieces' means would be wrong
+            return F.cross_entropy(y.mT, target, reduction="sum") / target_count
 
         like = torch.empty(b, T, C)    # shape, dtype and device of what stages send each other
-        for inputs, targets, target_count in batches:    # the same lists on every rank
+        for inputs, targets, target_count in batches:    # lists, of a tensor per micro-batch
             optimizer.zero_grad()
             losses = plain_pipeline(stage, row, inputs, targets, loss_fn, like, down, up)
             optimizer.step()
@@ -81,11 +82,11 @@ def plain_pipeline(stage, row, inputs, targets, loss_fn, like, down, up):
     nccl passes a group's messages between two ranks in order: in one group a send down could block
     one up."""
     rank, last = dist.get_rank(down), dist.get_world_size(down) - 1
-    batches = zip(inputs, targets)  # rank 0 reads the inputs, the last rank the targets
-    saved, losses, sends = collections.deque(), [], []
+    microbatches = zip(inputs, targets)  # rank 0 reads the inputs, the last rank the targets
+    saved, losses, gradient_send = collections.deque(), [], None
     for kind in row:
         if kind == "F":
-            x, target = next(batches)
+            x, target = next(microbatches)
             if rank > 0:
                 x = torch.empty_like(like)
                 dist.recv(x, group=down, group_src=rank - 1)
@@ -106,14 +107,16 @@ def plain_pipeline(stage, row, inputs, targets, loss_fn, like, down, up):
                 send.wait()  # y has arrived: its gradient is here
             y.backward(gradient)
             if rank > 0:
-                sends.append(dist.isend(x.grad.contiguous(), group=up, group_dst=rank - 1))
-    for send in sends:
-        send.wait()
+                if gradient_send:
+                    gradient_send.wait()  # it holds the gradient before: else all would stay
+                gradient_send = dist.isend(x.grad.contiguous(), group=up, group_dst=rank - 1)
+    if gradient_send:
+        gradient_send.wait()
     return losses
 
 
 # --- the same for any schedule: with several stages on a rank, stages without gradients, and
-#     messages that arrive while a rank computes. First a schedule: each rank's actions in order
+#     gradients that arrive while a rank computes. First a schedule: each rank's actions in order
 
 
 class Action(NamedTuple):
@@ -125,9 +128,9 @@ class Action(NamedTuple):
 
 
 class Row(list):
-    """A rank's actions. add("FFB", stage) appends the stage's next two forwards and its next
-    backward; several stages get them one after the other. It numbers the micro-batches: each stage
-    takes them in order."""
+    """A rank's actions. It numbers the micro-batches: each stage takes them in order.
+
+    row.add("FB", 0, 2)    # F0 and B0 of stage 0, then F0 and B0 of stage 2"""
 
     def __init__(self, kinds="", *stages):
         super().__init__()
@@ -142,15 +145,39 @@ class Row(list):
 
 
 def gpipe(rank, ranks, microbatches):
-    """Rank 0 of 2:  F0 F1 F2 B0 B1 B2"""
-    return Row(gpipe_row(rank, ranks, microbatches), rank)  # a stage per rank: stage = rank
+    """A stage per rank. Rank 0 of any:  F0 F1 F2 B0 B1 B2"""
+    return Row(gpipe_row(rank, ranks, microbatches), rank)
 
 
 def one_f_one_b(rank, ranks, microbatches):
-    """Rank 0 of 3:  F0 F1 F2 B0 F3 B1 F4 B2 B3 B4
-    rank 1 of 3:  F0 F1 B0 F2 B1 F3 B2 F4 B3 B4
-    rank 2 of 3:  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4"""
+    """A stage per rank. Rank 0 of 3:  F0 F1 F2 B0 F3 B1 F4 B2 B3 B4"""
     return Row(one_f_one_b_row(rank, ranks, microbatches), rank)
+
+
+def interleaved(rank, ranks, microbatches, chunks=2):
+    """Several stages per rank, which plain_pipeline can't run: rank r holds r, p + r, 2 p + r, ...
+    Ranks work m / (m + (p - 1) / chunks) of the time, for about `chunks` times as many messages and
+    more activations in memory. A rank runs p forwards on its first stage, then the same p on the
+    next, and so on, then the next p. Backwards go from its last stage to its first.
+
+        rank 0 of 2:  F0 F1 F0' F1' F2 B0' F3 B1' F2' B0 F3' B1 B2' B3' B2 B3    ' is on stage 2"""
+    if microbatches % ranks:
+        count = f"a multiple of {ranks} micro-batches, as many as ranks"
+        raise ValueError(f"interleaved needs {count}, not {microbatches}")
+    stages = range(rank, chunks * ranks, ranks)
+    # On rank 0 of 2 0 0 2 2 0 0 ..., and 2 2 0 0 2 2 ...
+    forwards = [stage for stage in stages for _ in range(ranks)] * (microbatches // ranks)
+    backwards = [stage for stage in reversed(stages) for _ in range(ranks)]
+    backwards *= microbatches // ranks
+    # Warm-up: p forwards for every local stage but the last, plus two for each later rank, the
+    # round trip of the first micro-batch
+    ahead = min((chunks - 1) * ranks + 2 * (ranks - 1 - rank), len(forwards))
+    row = Row("F", *forwards[:ahead])
+    for forward, backward in zip(forwards[ahead:], backwards):
+        row.add("F", forward)
+        row.add("B", backward)
+    row.add("B", *backwards[len(backwards) - ahead :])
+    return row
 
 
 # --- what an action waits for, and what it sends
@@ -232,7 +259,7 @@ class Pipeline:
         for inputs, targets, target_count in batches:    # lists, of a tensor per micro-batch
             optimizer.zero_grad()
             losses = pipeline.run()
-            # reduce_tied(head.weight, ends), where the embedding's matrix is on another rank
+            # reduce_tied(head.weight, ends), if the embedding's matrix is on another rank of `ends`
             # To clip: all-reduce the squared norm. clip_grad_norm_ sees this rank's stages only
             optimizer.step()
 
@@ -341,12 +368,12 @@ def plan_receives(schedule):
         1F1B on rank 1 of 3. <F1 posts the receive of F1's input, <B1 that of B1's gradient
         <F0 F0 <F1 F1 <F2 <B0 B0 <B1 F2 B1 <F3 <B2 F3 B2 <F4 <B3 F4 B3 <B4 B4
 
-    Too early, a receive may hang on nccl: it is a kernel that spins until its message comes, and
-    CUDA may need an idle device to load a kernel or to free memory. Too late, nothing travels while
-    the rank computes. So this plays the schedule in rounds: in each every rank runs its next
-    action, if its message was sent in an earlier round, the last rank first. A message's receive is
-    posted before what its rank has not begun when the sender runs. So gradients (<B1 F2 B1) travel
-    during a forward. Most activations (<F3 F3) are posted when they are needed."""
+    This plays the schedule in rounds. In a round each rank whose message was sent in an earlier
+    one runs an action, the last rank first. When a rank sends, the receiver posts the receive
+    before its next action. So a gradient travels during a forward (<B1 F2 B1); most activations
+    are received just before they are needed (<F1 F1). Posted earlier, a receive could hang on nccl:
+    it is a kernel that spins until its message is there, and CUDA may wait for it before it loads a
+    kernel or frees memory. If the sender then waits for this rank, neither goes on."""
     plan = collections.defaultdict(list)
     sent = {None}  # None: an action that waits for nothing
     rows = [collections.deque(schedule.steps(rank)) for rank in range(len(schedule.rows))]
@@ -394,45 +421,6 @@ def open_links(links, schedule, device):
         elif rank == message.target:
             dist.recv(number, group=group, group_src=message.source)
     return links
-
-
-# --- more schedules
-
-
-def interleaved(rank, ranks, microbatches, chunks=2):
-    """A smaller bubble for more messages: rank r holds the stages r, p + r, 2 p + r, ... It runs p
-    forwards on the first of them, then the same p on the next, and so on, then the next p.
-    Backwards go from its last stage to its first.
-
-        rank 0 of 2:  F0 F1 F0' F1' F2 B0' F3 B1' F2' B0 F3' B1 B2' B3' B2 B3    ' is on stage 2"""
-    if microbatches % ranks:
-        count = f"a multiple of {ranks} micro-batches, as many as ranks"
-        raise ValueError(f"interleaved needs {count}, not {microbatches}")
-    stages = list(range(rank, chunks * ranks, ranks))
-    forwards, backwards = [], []  # the stages; on rank 0 of 2: 0 0 2 2 ..., and 2 2 0 0 ...
-    for _ in range(microbatches // ranks):
-        for stage in stages:
-            forwards += [stage] * ranks
-        for stage in reversed(stages):
-            backwards += [stage] * ranks
-    # Warm-up: p forwards for every local stage but the last, plus two for each later rank, the
-    # round trip of the first micro-batch
-    ahead = min((chunks - 1) * ranks + 2 * (ranks - 1 - rank), len(forwards))
-    row = Row("F", *forwards[:ahead])
-    for forward, backward in zip(forwards[ahead:], backwards):
-        row.add("F", forward)
-        row.add("B", backward)
-    row.add("B", *backwards[len(backwards) - ahead :])
-    return row
-
-
-def forward_only(schedule, microbatches=float("inf")):
-    """The forwards of the first micro-batches of a schedule, for evaluation and sampling. Run it
-    under torch.no_grad(): otherwise all graphs stay in memory."""
-    rows = []
-    for row in schedule.rows:
-        rows.append([a for a in row if a.kind == "F" and a.microbatch < microbatches])
-    return Schedule(rows)
 
 
 # --- a weight on two stages

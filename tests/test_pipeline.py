@@ -21,6 +21,7 @@ from dualpipe import ALL_SCHEDULES, PairedSchedule, find_schedule
 from harness import initialize, presets
 from receipts import pipeline as schedules
 from receipts.formulas import flops_per_token
+from trainer.runner import forwards_of
 
 
 def shapes(name, ranks=range(1, 9), microbatches=range(1, 18)):
@@ -121,7 +122,7 @@ def test_no_rank_waits_for_ever_on_nccl(name):
     for _, _, _, schedule in shapes(name, (2, 3, 4, 6, 8, 16), (1, 3, 8, 16, 17)):
         if name == "dualpipev":
             schedule = PairedSchedule(schedule.rows)
-        for played in (schedule, pp.forward_only(schedule), pp.forward_only(schedule, 1)):
+        for played in (schedule, forwards_of(schedule), forwards_of(schedule, 1)):
             for line in (None, channels, groups):
                 assert ends(played, played.receives_before, line)
         assert not ends(schedule, one_ahead(schedule), channels)

@@ -53,7 +53,7 @@ class Runner:
         return sum(losses, self.run.zero())
 
     def forward_only(self, batches, target_count):
-        schedule = pipeline.forward_only(self.schedule, len(batches))
+        schedule = forwards_of(self.schedule, len(batches))
         return self.run_pipeline(schedule, batches, target_count)
 
     def run_pipeline(self, schedule, batches, target_count):
@@ -97,3 +97,12 @@ class Runner:
         scope = getattr(self.optimizer, "around", contextlib.nullcontext)
         with self.run.watch(action), scope(action):
             yield
+
+
+def forwards_of(schedule, microbatches=float("inf")):
+    """The forwards of the first micro-batches of a schedule, for evaluation and sampling. Run it
+    under torch.no_grad(): otherwise all graphs stay in memory."""
+    rows = []
+    for row in schedule.rows:
+        rows.append([a for a in row if a.kind == "F" and a.microbatch < microbatches])
+    return pipeline.Schedule(rows)
