@@ -174,7 +174,7 @@ def sum_replicated_gradients(parameters, group):
 #
 #     for x, targets in microbatches:
 #         weights, chosen = model.router(x).softmax(-1).topk(k)  # router: nn.Linear(C, E)
-#         y = dispatch(x, weights, chosen, mlps)
+#         y, _ = dispatch(x, weights, chosen, mlps)
 #         loss = F.cross_entropy(model.head(y), targets, reduction="sum")
 #         loss = loss / target_count  # the targets of all ranks and micro-batches
 #         # An even load needs a balance loss, added here: mixture.py
@@ -250,7 +250,8 @@ class Wait(torch.autograd.Function):
 
 
 class ExpertDispatch(nn.Module):
-    """Like plain_dispatch, overlapped: dispatch(x, router_weights, chosen, experts) -> (n, C).
+    """Like plain_dispatch, overlapped: dispatch(x, router_weights, chosen, experts) returns y
+    (n, C), and what meanwhile() returns.
 
     expert_count  E
     chunks        how many parts the tokens are cut into: one is computed while others travel
@@ -258,8 +259,7 @@ class ExpertDispatch(nn.Module):
     before_wait   called before each wait: dualpipe.py runs another micro-batch there
     chosen        experts' numbers, int64, 0..E-1
     experts       as in plain_dispatch. A rank may get no rows: its result still has the usual dtype
-    meanwhile     called once, while rows travel, for what needs no expert, such as a shared MLP.
-                  Its result is not returned: keep it yourself
+    meanwhile     called once, while rows travel, for what needs no expert, such as a shared MLP
 
     All ranks must run as many forwards and backwards, with the same numbers of experts and chunks:
     otherwise they wait for ever. A rank without tokens gives x (0, C).
@@ -289,12 +289,12 @@ class ExpertDispatch(nn.Module):
         # 1  Sort the rows of each chunk, and send them
         for chunk in running:
             next(chunk)
-        meanwhile()
+        beside = meanwhile()
         # 2  Wait for a chunk's rows, run the experts, send the results
         for chunk in running:
             next(chunk)
         # 3  Wait for a chunk's results, weigh, add up
-        return torch.cat([next(chunk) for chunk in running])
+        return torch.cat([next(chunk) for chunk in running]), beside
 
     def run_chunk(self, experts, x, router_weights, chosen, send_counts, receive_counts, incoming):
         """plain_dispatch without the counts. At a `yield` it stops, and others run."""

@@ -17,13 +17,15 @@ z_loss        factor of the mean of logsumexp(logits)^2, which keeps logits smal
 bias_rate     step of a bias, added to the scores for the choice only. After each step it goes up
               where the load was low (Wang et al. 2024, arXiv:2408.15664)
 
-The losses act through gradients: the loss that the model reports is the cross-entropy alone. Like
-that, both are sums over tokens, divided by target_count. So those of a batch's pieces add up.
-(Tokens whose target is ignored count in the sum only: with many of them both losses are larger.)
+The losses act through gradients: the loss that the model reports is the cross-entropy alone. As
+that is, each is summed over tokens and divided by target_count, so those of a batch's pieces add
+up. (Ignored targets count in the sum, but not in target_count.)
 
     model = GPT(Config(experts=8, balance_loss=0.01, bias_rate=0.001))
-    ...                           # forward, backward and the optimizer's step as without experts
-    rebalance(model)              # once a step, for the bias
+    # target_count: of the whole batch. Don't divide the loss of a piece: see AddLoss
+    model(x, targets=y, target_count=target_count).backward()
+    optimizer.step()
+    rebalance(model)  # once a step, for the bias
 
 Shazeer et al. 2017, Sparsely-gated mixture of experts, arXiv:1701.06538.
 """
@@ -47,27 +49,21 @@ class MoE(nn.Module):
         self.shared = shared
 
     def forward(self, x, batch=None):
-        shared = None
+        weights, chosen = self.router(x, batch.target_count if batch else None)  # (B, T, k) each
+        # Where enter gathers tokens, it gathers their weights and experts, too
+        tokens = [self.enter(t).flatten(0, 1) for t in (x, weights, chosen)]  # (B T, C or k)
 
         def run_shared():  # needs no routed token: expert_parallel.py calls it while tokens travel
-            nonlocal shared
-            if self.shared is not None:
-                shared = self.shared(x)
+            return None if self.shared is None else self.shared(x)
 
-        target_count = batch.target_count if batch else None
-        weights, chosen = self.router(x, target_count)  # (B, T, k) each
-        # Where enter gathers tokens, it gathers their weights and experts, too
-        entered, weights, chosen = self.enter(x), self.enter(weights), self.enter(chosen)
-        rows = entered.flatten(0, 1)  # (B T, C)
-        weights, chosen = weights.flatten(0, 1), chosen.flatten(0, 1)  # (B T, k)
-        y = self.dispatch(rows, weights, chosen, self.experts, meanwhile=run_shared)
-        y = self.leave(y.view_as(entered))
+        y, shared = self.dispatch(*tokens, self.experts, meanwhile=run_shared)
+        y = self.leave(y.unflatten(0, (len(x), -1)))  # (B, T, C)
         return y if shared is None else y + shared
 
 
 class Router(nn.Linear):
     """Chooses experts: x (B, T, C) -> weights (B, T, k), the experts' numbers (B, T, k). Of equal
-    scores the lower number wins. In training `balance`, below, evens the load."""
+    scores the lower number wins. In training `with_losses`, below, evens the load."""
 
     def __init__(self, config):
         super().__init__(config.width, config.experts, bias=False)
@@ -86,26 +82,30 @@ class Router(nn.Linear):
         weights = scores.gather(-1, chosen)
         if self.config.renormalize:
             weights = weights / weights.sum(-1, keepdim=True)
-        if weights.requires_grad and target_count is not None:  # in training
-            weights = balance(self, weights, chosen, scores, logits, target_count)
+        if weights.requires_grad and target_count is not None:  # the same numbers: in backward more
+            weights = with_losses(self, weights, chosen, scores, logits, target_count)
         return weights.to(x.dtype), chosen
 
 
 class Dispatch(nn.Module):
-    """Brings N tokens to their experts and back: x (N, C), weights and chosen (N, k) -> (N, C), the
-    sum of weight x expert(x). No token is dropped, nothing is padded. meanwhile(): what needs no
-    routed token; called once."""
+    """Brings N tokens to their experts and back: x (N, C), weights and chosen (N, k) -> y (N, C),
+    and what meanwhile() returns, which needs no routed token. No token is dropped, nothing is
+    padded. The same, one expert after another:
+
+        for e in range(E):
+            token, place = (chosen == e).nonzero(as_tuple=True)
+            y[token] += weights[token, place].unsqueeze(1) * mlps[e](x[token])"""
 
     def forward(self, x, weights, chosen, experts, meanwhile):
-        meanwhile()
+        beside = meanwhile()
         order = chosen.flatten().argsort(stable=True)  # (N k,): by expert, then by token
         # Not bincount, for which the host waits, to learn the size of the result
         counts = order.new_zeros(len(experts.up))  # (E,)
         counts.scatter_add_(0, chosen.flatten(), torch.ones_like(order))
-        token = order // chosen.shape[1]
+        token = order // chosen.shape[1]  # choice i is of token i // k
         rows = experts(x.index_select(0, token), counts)
         rows = rows * weights.flatten()[order].unsqueeze(1)
-        return torch.zeros_like(x).index_add(0, token, rows)
+        return torch.zeros_like(x).index_add(0, token, rows), beside
 
 
 class Experts(nn.Module):
@@ -134,20 +134,24 @@ class Experts(nn.Module):
 
 def grouped_linear(x, weight, ends):
     """x (R, in), weight (E, out, in) -> (R, out): x[ends[e-1] : ends[e]] @ weight[e].T."""
+    if can_group(x, weight):
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)  # one kernel
+    parts = x.tensor_split(ends[:-1].tolist())
+    return torch.cat([F.linear(part, matrix) for part, matrix in zip(parts, weight)])
+
+
+def can_group(x, weight):
     fits = len(x) > 0 and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
     aligned = all(size * x.element_size() % 16 == 0 for size in weight.shape[1:])
     # From sm_80. Not on Blackwell: experts without rows get a nonzero gradient (pytorch #172439)
     device_fits = not x.is_cuda or (8, 0) <= torch.cuda.get_device_capability(x.device) < (10, 0)
-    if fits and aligned and device_fits:
-        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
-    parts = x.tensor_split(ends[:-1].tolist())
-    return torch.cat([F.linear(part, matrix) for part, matrix in zip(parts, weight)])
+    return fits and aligned and device_fits
 
 
 # --- an even load
 
 
-def balance(router, weights, chosen, scores, logits, target_count):
+def with_losses(router, weights, chosen, scores, logits, target_count):
     """Returns the weights (B, T, k), as they are. Their backward counts the load, and runs the
     losses' backward. chosen (B, T, k): the experts' numbers. scores, logits (B, T, E)."""
     config, chosen = router.config, chosen.flatten(1)
@@ -200,9 +204,10 @@ class AddLoss(torch.autograd.Function):
 @torch.no_grad()
 def rebalance(model, sum_over_devices=None, step_taken=True):
     """After each step: move every router's bias by `bias_rate` towards an even load. A skipped step
-    only zeroes the loads. sum_over_devices(load): in place, over the devices with other tokens.
-    Keep choice_bias in float32: in bfloat16 it stops at 0.5 with steps of 0.001."""
-    for router in [module for module in model.modules() if hasattr(module, "choice_bias")]:
+    only zeroes the loads. sum_over_devices(load): in place, over the devices with other tokens;
+    without it their biases drift apart. Keep choice_bias in float32: in bfloat16 it stops at 0.5
+    with steps of 0.001."""
+    for router in [module for module in model.modules() if isinstance(module, Router)]:
         if router.config.bias_rate and step_taken:
             if sum_over_devices is not None:
                 sum_over_devices(router.load)

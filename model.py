@@ -10,7 +10,8 @@ GPT-2 (learned positions, LayerNorm, GELU, biases, one matrix for embedding and 
 With `experts` > 0 a mixture of experts (mixture.py) takes the place of the MLP.
 
 The model sends nothing. A technique removes submodules or replaces them: `enter`, an identity here,
-stands where it may put a message.
+stands where it may put a message. `run_block`, `attend` and `finish` are methods of their own so
+that harness/blocks.py can recompute just that in backward.
 
     model = GPT(Config(layers=2))
     tokens = torch.randint(model.config.vocab, (4, 129))
@@ -28,6 +29,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from dropout import Dropout, drop_key
 from mixture import MoE
 
 IGNORE = -1  # a target with this value adds nothing to the loss (torch's default: -100)
@@ -35,8 +37,9 @@ IGNORE = -1  # a target with this value adds nothing to the loss (torch's defaul
 
 @dataclass(frozen=True)
 class Config:
-    """The shape of a GPT. harness/presets.py has published ones. Give kv_heads and hidden to
-    dataclasses.replace, too: a Config has its own, and keeps them."""
+    """The shape of a GPT. harness/presets.py has published ones. A 0 of kv_heads and hidden is
+    filled in at once. So dataclasses.replace(config, width=256) keeps the old hidden: give hidden=0
+    as well, and with heads kv_heads=0."""
 
     layers: int = 4
     heads: int = 4
@@ -60,8 +63,8 @@ class Config:
     top_k: int = 2  # experts per token
     shared: int = 0  # width of an MLP that every token passes, in units of `hidden`; 0: none
     scores: Literal["softmax", "sigmoid"] = "softmax"  # of the logits; DeepSeek-V3: sigmoid
-    # Divide a token's k weights by their sum (Mixtral). False for OLMoE, and for k = 1 (Switch):
-    # a weight that is always 1 gives the router no gradient
+    # Divide a token's k weights by their sum (Mixtral; not OLMoE). Not for k = 1 (Switch): a weight
+    # that is always 1 gives the router no gradient
     renormalize: bool = True
     # For an even load, see mixture.py
     balance_loss: float = 0.0  # factor of this loss
@@ -75,12 +78,13 @@ class Config:
 
 
 class Batch(NamedTuple):
-    """What layers need to know of the tokens. GPT.make_batch makes it."""
+    """What layers need to know of the tokens: GPT.make_batch makes it once per forward. A plain GPT
+    has positions only, and perhaps rope."""
 
     positions: torch.Tensor | None = None  # (T,), or (B, T) within documents
     rope: tuple | None = None  # their rotary_table
     documents: tuple = ()  # (starts,), the core's further argument, or (): see GPT.forward
-    drop_key: torch.Tensor | None = None  # (B, T): see Dropout
+    drop_key: torch.Tensor | None = None  # (B, T): see dropout.py
     target_count: torch.Tensor | int | None = None  # divides the losses, the routers' too
 
 
@@ -92,7 +96,7 @@ class Block(nn.Module):
         super().__init__()
         self.attn_norm = make_norm(config)
         self.attn = Attention(config)
-        # Not nn.Dropout: see Dropout. site: its number in the model
+        # Not nn.Dropout: see dropout.py. site: its number in the model
         self.attn_drop = Dropout(config.dropout, site=2 * layer + 1)
         self.mlp_norm = make_norm(config)
         self.mlp = make_mlp(config)
@@ -133,8 +137,9 @@ class GPT(nn.Module):
         target_count  see CrossEntropy. By default the number of valid `targets`
         sample_ids    (B,), a number per row, unique in the whole run: the same number, the same
                       dropout. Without them there is none, in train(), too
-        starts        (B, T) of the whole sequence, on the host: the position at which each token's
-                      document starts. Attention stays within it, and positions begin anew"""
+        starts        (B, T) of the whole sequence, on the host, which plans by it: the position at
+                      which each token's document starts. Attention stays within it, and positions
+                      begin anew"""
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
         if target_count is None and targets is not None:
@@ -150,9 +155,9 @@ class GPT(nn.Module):
         return logits if targets is None else self.loss(logits, targets, target_count)
 
     def make_batch(self, positions, target_count, sample_ids, starts):
-        drop_key = None
+        key = None
         if sample_ids is not None and self.config.dropout > 0:  # of positions in the whole sequence
-            drop_key = hash64(sample_ids.unsqueeze(1) + hash64(positions)).int()  # (B, T)
+            key = drop_key(sample_ids, positions)
         if starts is not None:
             positions = positions - starts.to(positions.device)[:, positions]
         rope = None
@@ -160,9 +165,9 @@ class GPT(nn.Module):
             dtype = next(self.parameters()).dtype
             rope = rotary_table(positions, self.config, dtype)
         documents = () if starts is None else (starts,)
-        return Batch(positions, rope, documents, drop_key, target_count)
+        return Batch(positions, rope, documents, key, target_count)
 
-    def run_block(self, block, x, batch):  # harness/blocks.py replaces it, to recompute activations
+    def run_block(self, block, x, batch):
         return block(x, batch)
 
     def named(self):
@@ -191,7 +196,7 @@ class Attention(nn.Module):
     def forward(self, x, batch=Batch()):
         return self.attend(self.qkv(self.enter(x)), batch)
 
-    def attend(self, qkv, batch):  # apart, so that harness/blocks.py can recompute qkv alone
+    def attend(self, qkv, batch):
         n = self.queries_per_kv
         qkv = qkv.unflatten(-1, (-1, n + 2, self.head_dim))  # (B, T, H_kv, n + 2, D)
         q, k, v = qkv.split((n, 1, 1), dim=-2)
@@ -210,7 +215,8 @@ class AttentionCore(nn.Module):
         grouped = q.shape[1] != k.shape[1]
         if starts is None:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-        # A token sees those before it whose document starts where its own does. -1 for padding
+        # A token sees those before it whose document starts where its own does. -1: tokens that
+        # were appended to fill a multiple
         starts = F.pad(starts, (0, q.shape[2] - starts.shape[1]), value=-1).to(q.device)
         mask = (starts[:, None, :, None] == starts[:, None, None, :]).tril()  # (B, 1, T, T)
         return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=grouped)
@@ -237,7 +243,7 @@ class MLP(nn.Module):
         gate = None if self.gate is None else self.gate(x)
         return self.finish(self.up(x), gate)
 
-    def finish(self, up, gate=None):  # apart, so that harness/blocks.py can recompute it alone
+    def finish(self, up, gate=None):
         # The approximation that GPT-2 was trained with
         hidden = F.gelu(up, approximate="tanh") if gate is None else F.silu(gate) * up
         return self.down(hidden)
@@ -334,49 +340,6 @@ def initial_distribution(name, layers):
     if name.endswith(("proj.weight", "down.weight", "experts.down")):
         return 0.0, 0.02 / (2 * layers) ** 0.5  # 2 x layers matrices add to the residual stream
     return 0.0, 0.02
-
-
-# --- dropout: a piece of the batch is masked as the whole is (the idea: Salmon et al. 2011)
-
-
-class Dropout(nn.Module):
-    """Zero each element of x (B, T, C) with probability p, scale the others by 1 / (1 - p). A hash
-    decides: of `drop_key` (B, T), itself a hash of sample and position; of `site`, the number of
-    this dropout in the model; and of the channel. Without a key x stays as it is."""
-
-    def __init__(self, p, site):
-        super().__init__()
-        self.p, self.site = p, site
-
-    def forward(self, x, drop_key):
-        if drop_key is None:
-            return x
-        channel = torch.arange(x.shape[-1], device=x.device)
-        channel = hash64(channel + (self.site << 32)).int()  # (C,)
-        hashed = hash32_(drop_key.unsqueeze(-1) ^ channel)  # (B, T, C)
-        keep = hashed < int((1 - self.p) * 2**32) - 2**31  # uniform in -2^31 .. 2^31 - 1
-        return x * keep / (1 - self.p)
-
-
-# Two hashes, element by element. Products wrap. `>>` copies the sign bit: each mask clears copies
-
-
-def hash32_(h):
-    """MurmurHash3's finaliser of an int32 tensor (Appleby 2011), in place."""
-    h ^= (h >> 16).bitwise_and_(0xFFFF)
-    h *= -0x7A143595  # 0x85EBCA6B as a signed number
-    h ^= (h >> 13).bitwise_and_(0x7FFFF)
-    h *= -0x3D4D51CB
-    h ^= (h >> 16).bitwise_and_(0xFFFF)
-    return h
-
-
-def hash64(x):
-    """splitmix64 of an int64 tensor (Steele et al. 2014)."""
-    x = x + -0x61C8864680B583EB
-    x = (x ^ (x >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47
-    x = (x ^ (x >> 27 & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15
-    return x ^ (x >> 31 & (1 << 33) - 1)
 
 
 # --- fields that contradict each other: refused

@@ -188,18 +188,16 @@ class Mixture(nn.Module):
         rows = self.norm(x).flatten(0, 1)
         last = torch.arange(EXPERTS) >= EXPERTS - 2
         weights, chosen = self.router(rows).masked_fill(last, -1e9).topk(2)
-        shared = []
-        meanwhile = lambda: shared.append(self.shared(rows))  # noqa: E731
-        y = self.dispatch(rows, weights.softmax(-1), chosen, self.experts, meanwhile)
-        return x + (y + shared[0]).view_as(x)
+        arguments = rows, weights.softmax(-1), chosen, self.experts
+        y, shared = self.dispatch(*arguments, lambda: self.shared(rows))
+        return x + (y + shared).view_as(x)
 
     @staticmethod
     def dispatch_here(rows, weights, chosen, experts, meanwhile):
-        meanwhile()
         order = chosen.flatten().argsort(stable=True)
         counts = torch.bincount(chosen.flatten(), minlength=EXPERTS)
         results = experts(rows[order // 2], counts) * weights.flatten()[order].unsqueeze(1)
-        return torch.zeros_like(rows).index_add(0, order // 2, results)
+        return torch.zeros_like(rows).index_add(0, order // 2, results), meanwhile()
 
 
 class Llama(nn.Module):

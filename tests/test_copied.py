@@ -487,7 +487,7 @@ def test_usage_of_dualpipe(dualpipe, ep, zb, pp):
             return torch.cat([part @ matrix for part, matrix in parts])
 
         weights, chosen = routers[stage](x).softmax(-1).topk(2)
-        return x + names["dispatch"](x, weights, chosen, experts)
+        return x + names["dispatch"](x, weights, chosen, experts)[0]
 
     def forward(stage, m, x):
         x = inputs[dist.get_rank(), m] if x is None else x
@@ -752,7 +752,7 @@ def test_what_is_trained_and_its_dtype(ep):
         return ep.plain_dispatch(x, weights, chosen, experts, 3, group.WORLD)
 
     def overlapped(x, weights):
-        return ep.ExpertDispatch(3, group.WORLD)(x, weights, chosen, experts)
+        return ep.ExpertDispatch(3, group.WORLD)(x, weights, chosen, experts)[0]
 
     # The plain form leaves it to the caller that x needs a gradient on all ranks
     cases = [(overlapped, *row) for row in WHAT_IS_TRAINED]

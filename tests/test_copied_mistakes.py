@@ -144,7 +144,7 @@ def user_names(module):
         given = dict(chosen=2 * dist.get_rank(), experts=lambda rows, counts: rows) | given
         chosen = torch.full((3, 2), given["chosen"])
         made = module.ExpertDispatch(4, group.WORLD)
-        return made(x, weights, chosen, given["experts"])
+        return made(x, weights, chosen, given["experts"])[0]
 
     three_heads = Names(heads=6, kv_heads=3, experts=0, vocab=7)
     names = dict(

@@ -25,6 +25,7 @@ FOLDERS = [*CODE, "tests", "docs", ".ci"]
 # A module may import those of a lower floor and of its own folder; a demo also another lesson
 LESSONS = 4
 FLOORS = {
+    "dropout": -1,
     "mixture": -1,
     "model": 0,
     "harness": 1,
@@ -113,7 +114,7 @@ def test_the_top_level_is_what_the_readme_lists():
         check=True,
     ).stdout.split()
     there = {name.partition("/")[0] for name in listed if (ROOT / name).exists()}
-    lessons = {f"{name}.py" for name in ["model", "mixture", "train", *TECHNIQUES]}
+    lessons = {f"{name}.py" for name in ["model", "dropout", "mixture", "train", *TECHNIQUES]}
     assert there - {"data"} == lessons.union(OTHERS, FOLDERS)
 
 

@@ -406,7 +406,7 @@ loss is a mean of means: trainer.large_vocabulary:LeanCrossEntropy.forward
     losses.sum() / target_count -> losses.sum() / targets.numel()
     sgd --dp 2 --microbatches 2 -> step 1, the loss -> it is 4 times the right one
 one seed for all samples: model:GPT.make_batch
-    hash64(sample_ids.unsqueeze(1) -> hash64(torch.arange(len(sample_ids)).unsqueeze(1)
+    drop_key(sample_ids, -> drop_key(torch.arange(len(sample_ids)),
     dropout --dp 2 -> step 1, forward: the output of embed ->
 nothing recomputed: harness:recompute
     model.blocks.modules() if kind == "selective" else () -> ()

@@ -452,8 +452,7 @@ def context_core(kind, over=group.WORLD):
 
 
 def plainly(ep, over, rows, weights, chosen, experts, meanwhile):
-    meanwhile()
-    return ep.plain_dispatch(rows, weights, chosen, experts, EXPERTS, over)
+    return ep.plain_dispatch(rows, weights, chosen, experts, EXPERTS, over), meanwhile()
 
 
 def split_llama(tp, llama, over):
