@@ -54,9 +54,8 @@ def sum_in_grid(parameters, data_group):
     """After the last backward pass of a step: makes each p.grad that of the whole batch.
 
         dp, tp = groups_along(-1, t)                 # this rank's column, and its row of t ranks
-        split(model, tp)    # tensor_parallel.py's loop over the blocks. With a split head, too, the
-                            # loss is VocabParallelCrossEntropy
-        for micro_batches, target_count in batches:  # other ones in each row. Of all rows
+        split(model, tp)                             # yours: see docs/use/two-techniques.md
+        for micro_batches, target_count in batches:  # this row's own; the targets of all rows
             optimizer.zero_grad()
             for x, y in micro_batches:
                 loss = cross_entropy(model(x), y, reduction="sum") / target_count
@@ -66,7 +65,8 @@ def sum_in_grid(parameters, data_group):
             torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
             optimizer.step()
 
-    All sums wait for the end of backward. DDP and the classes below overlap them."""
+    If the head is split too, the loss is VocabParallelCrossEntropy. All sums wait for the end of
+    backward. DDP and the classes below overlap them."""
     for p in parameters:
         if p.requires_grad:
             replicas = placed(p, "data", data_group)
@@ -94,9 +94,10 @@ def norm_in_grid(parameters, groups):
 
         square = norm_in_grid(parameters, [dp, tp]).square()    # a tied matrix: on one stage only
         dist.all_reduce(square, group=pp)                       # then .sqrt()"""
+    parameters = list(parameters)
     trained = [p for p in parameters if p.grad is not None]
     check_grid(trained, groups)
-    square = torch.zeros((), dtype=torch.float64, device=trained[0].device)
+    square = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
     for p in trained:
         # All ranks' squares are added. 2 x 2 ranks, tp cuts a matrix and leaves its bias whole:
         # each half of the matrix is on 4 / 2 = 2 ranks, the bias on 4 / 1 = 4
@@ -194,7 +195,7 @@ class InGrid:
             self.replica_sums.append(dist.all_reduce(bucket.gradient_shard, **options))
 
     def finish(self):
-        if self.finished:  # the sums are there: don't add partial sums twice
+        if self.state == "summed":  # the sums are there: don't add partial sums twice
             return super().finish()
         super().finish()
         while self.replica_sums:
@@ -211,10 +212,11 @@ class InGrid:
         for bucket in self.trained_buckets:
             for i, p in enumerate(bucket.parameters):
                 parts.append((p, bucket.part_of(i, bucket.gradient_shard), bucket.ranks))
-        return norm_of_parts(parts, [self.group, *groups], pipeline_group)
+        device = next(self.model.parameters()).device  # a frozen stage has no part
+        return norm_of_parts(parts, [self.group, *groups], device, pipeline_group)
 
 
-def norm_of_parts(parts, groups, pipeline_group=None):
+def norm_of_parts(parts, groups, device, pipeline_group=None):
     """norm_in_grid, but a data-parallel rank has a shard of each gradient, stages have the others,
     and it takes few kernels. parts: [(parameter, what this rank has of its gradient, into how many
     shards it is split)]."""
@@ -226,7 +228,7 @@ def norm_of_parts(parts, groups, pipeline_group=None):
             if is_within(group, pipeline_group):  # a tied matrix: two stages have its sum
                 copies *= dist.get_world_size(group)
         gradients.setdefault(copies, []).append(gradient)
-    square = torch.zeros((), dtype=torch.float64, device=parts[0][1].device if parts else None)
+    square = torch.zeros((), dtype=torch.float64, device=device)
     for copies, equal in gradients.items():
         norms = torch.stack(torch._foreach_norm(equal, dtype=torch.float64))
         square += norms.square().sum() / copies

@@ -12,10 +12,10 @@ Sent      The gradients, once a step. In a ring all-reduce each of N ranks sends
           overlapped  one per bucket, as soon as backward has filled it, while backward goes on
           server      one rank adds up, takes the step, sends the weights: parameter_server.py
 
-Backward  Nothing changes inside it: the gradient of a sum is the sum of the gradients. A rank's
-          loss is the sum over its own tokens, divided by the number of tokens in the whole batch.
-          So the gradients of all ranks add up to that of the batch, even if some ranks have more
-          rows. (torch's DDP divides the sum by N, so there each rank gives its mean loss.)
+Backward  The gradient of a sum is the sum of the gradients. A rank's loss is the sum over its own
+          tokens, divided by the number of tokens in the whole batch. So the gradients of all ranks
+          add up to that of the batch, even if some ranks have more rows. (torch's DDP divides the
+          sum by N, so there each rank gives its mean loss.)
 Limits    Parameters, gradients and AdamW's two moments, 4 P e bytes, must fit on one rank. If they
           don't: zero.py. For more: docs/learn/data-parallelism.md.
 
@@ -38,7 +38,7 @@ def sum_gradients(parameters, group):
 
         for p in model.parameters():
             dist.broadcast(p.data, group=group, group_src=0)   # equal weights on all ranks
-        for micro_batches, target_count in batches:            # count: of the whole batch's targets
+        for micro_batches, target_count in batches:            # count: of all ranks' targets
             optimizer.zero_grad()
             for x, y in micro_batches:                         # this rank's micro-batches
                 loss = cross_entropy(model(x), y, reduction="sum") / target_count
@@ -46,9 +46,10 @@ def sum_gradients(parameters, group):
             sum_gradients(model.parameters(), group)           # p.grad is the batch's gradient
             optimizer.step()                                   # the same step on every rank
 
-    The whole batch: all micro-batches of all ranks. Nothing checks that you keep to this order: DDP
-    does. Buffers, such as BatchNorm's, are not synchronized. If another kind of parallelism has
-    split parameters, use DDP, which sums each gradient over the right ranks."""
+    target_count: over all micro-batches of all ranks. With equal ones this is y.numel() x their
+    number x N; else all-reduce it. Nothing checks that you keep to this order: DDP does. Buffers,
+    such as BatchNorm's, are not synchronized. If another kind of parallelism has split parameters,
+    use DDP, which sums each gradient over the right ranks."""
     for p in parameters:
         if p.requires_grad:
             if p.grad is None:  # this rank's rows did not use p, but other ranks wait for its part
@@ -64,7 +65,7 @@ class Bucket:
     Autograd adds in place to a p.grad that exists, so nothing is copied."""
 
     def __init__(self, parameters, groups, grads_per_step):
-        self.groups = groups  # the sum goes over one after the other: see groups_of
+        self.groups = groups  # mostly one. The sum goes over one after the other: see groups_of
         self.grads_per_step = grads_per_step  # after so many gradients the bucket is full
         sizes = [p.numel() for p in parameters]
         self.flat = parameters[0].new_zeros(sum(sizes))
@@ -90,6 +91,7 @@ def group_parameters(parameters, bucket_bytes, kind_of):
             members = newest[kind] = []
             lists.append(members)
         members.append(p)
+    # Lists of different kinds overlap: in the order of their last parameters
     return sorted(lists, key=lambda members: position[members[-1]])
 
 

@@ -13,9 +13,12 @@ Sent      Per micro-batch a unit's weights are gathered twice, for forward and b
           parameters of e bytes, r = (N-1)/N. About 3 m r P e in m micro-batches. DDP sends 2 r P e.
 Backward  Autograd's, unchanged. It saves views of the weights. The memory under them is freed (the
           storage is resized to 0), and filled again before backward reads it.
-Use       Where the weights don't fit, and each rank has thousands of tokens (docs/learn/fsdp.md).
-Limits    A unit runs once per forward. Ranks run units in one order, or gather the wrong weights.
-Copy      The top of zero.py as well: FSDP is a ZeRO whose weights come and go.
+Use       Where the weights don't fit, and a micro-batch has thousands of tokens: a gather hides
+          behind long matmuls only (docs/learn/fsdp.md).
+Limits    A unit runs once per forward, or it is an error. Ranks run the same units in one order, or
+          they hang or gather the wrong weights.
+Copy      The top of zero.py as well: FSDP is a ZeRO whose weights come and go. composition.py has
+          HSDP.
 
     torchrun --nproc_per_node=4 fsdp.py                         python fsdp.py --keep-gathered
 
@@ -167,14 +170,14 @@ class FSDP(ZeRO):
             fsdp.step()                                # a scheduler goes on fsdp.optimizer
 
     A unit's parameters have memory inside its forward only: reading them elsewhere ends the process
-    with a segmentation fault (gather_full has copies). Those in no unit: as in stage 2."""
+    with a segmentation fault (gather_full has copies). Those in no unit: as in stage 2. The last
+    unit must get a gradient on all ranks or on none: else they wait for ever."""
 
     def __init__(
         self,
         model,
         group,
         make_optimizer,
-        microbatches=1,
         units=None,  # modules, in the order of forward; None: default_units(model)
         reshard=True,  # False: weights stay until backward. It sends a third less, holds all
         **options,  # of ZeRO and its buckets
@@ -188,8 +191,7 @@ class FSDP(ZeRO):
             for p in unit.module.parameters():
                 self.units_of[p] += (unit,)
         # Stage 2 with a bucket per unit, of any size. It calls kind_of and make_bucket, below
-        options |= dict(microbatches=microbatches, bucket_bytes=float("inf"))
-        super().__init__(model, group, 2, make_optimizer, **options)
+        super().__init__(model, group, 2, make_optimizer, bucket_bytes=float("inf"), **options)
         del self.units_of  # it would keep the unsplit parameters alive
         for unit in self.units:
             unit.module.register_forward_pre_hook(partial(self._before_forward, unit))
@@ -238,15 +240,19 @@ class FSDP(ZeRO):
             # Backward is in the reverse order of forward: the unit that ran before is done
             done = self.unit_in_backward
             done.release()
-            # Also where this rank got no gradient: all ranks call collectives in one order
+            # Also where this rank got no gradient: all ranks call collectives in one order. (But
+            # the last unit must get one, which begins the pass.) A tied matrix is complete after
+            # the first of its two units, the embedding
             self._reduce_ready(anyway=[b for b in done.buckets if b.units[0] is done])
         self.unit_in_backward = unit
         self._enter(unit, unit.previous)
 
     def _enter(self, unit, likely_next):
-        """`unit` runs now, forward or backward. Start to gather the one that is likely next."""
-        if self.reshard:  # not in _after_forward: the last unit's backward follows at once
+        """`unit` runs now, forward or backward. Start to gather the one that is likely next. What
+        ran before is freed here, not when its forward ends: backward begins with the last unit."""
+        if self.reshard:
             for other in self.held:
+                # A checkpoint over several units runs their forwards again inside one's backward
                 if other not in (unit, self.unit_in_backward):
                     other.release()
         unit.gather()

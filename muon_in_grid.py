@@ -132,7 +132,8 @@ class ComposedMuon(Muon):
         for bucket in self.buckets:  # of parameters that are cut alike
             shards = dist.get_world_size(bucket.group)
             parts.append((bucket.parameters[0], bucket.own_gradient, shards))
-        return norm_of_parts(parts, [self.group, *groups], pipeline_group)
+        device = next(self.model.parameters()).device
+        return norm_of_parts(parts, [self.group, *groups], device, pipeline_group)
 
 
 # --- demo ---

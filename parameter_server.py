@@ -4,13 +4,17 @@
     worker 0  pull  compute  push            worker 1  pull  compute           push  pull ...
     worker 1  pull  compute  push            worker 2  pull  compute  push  (waits)  pull ...
     server            adds up, one step      server                   step     step
+                                             worker 2 waits: with weights now it could push once
+                                             more before worker 1, and make that one's 2 steps old
 
 Synchronous   The server adds up the gradients of all ranks and takes one step. This is the same run
               as on one process. All ranks wait for the slowest.
 Asynchronous  The server takes a step with each gradient, as soon as it comes. Since that worker
               pulled, others may have caused some steps: their number is the gradient's staleness.
               So the run differs from that of one process, and from one time to the next. To keep
-              staleness within a bound, the server makes workers wait for weights.
+              staleness within a bound, the server makes workers wait for weights. Each worker has
+              its batches beforehand: so this hides passing delays, not a machine that is always
+              slow.
 Sent          A worker pushes P e bytes of gradients and pulls as many of weights, with P parameters
               of e bytes. The server sends (N-1) P e per step to the other N-1 ranks, or P e if
               asynchronous. If every rank served 1/N of the weights, this would be ZeRO stage 1.
@@ -32,8 +36,8 @@ import torch.distributed as dist
 
 # --- the plainest form: synchronous. Rank 0 is the server, and a worker too
 #
-# Here pull is a broadcast, and push a reduce. As plain messages they serve the asynchronous workers
-# below, too: the server answers each alone.
+# All sends of a pull are a broadcast, all receives of a push a reduce. They are single messages so
+# that the asynchronous workers below can use them, too: the server answers each alone.
 
 
 @torch.no_grad()
@@ -118,33 +122,31 @@ def serve(parameters, group, steps, bound):
     parameters = [p for p in parameters if p.requires_grad]
     workers = range(1, dist.get_world_size(group))
     batches_left = Counter(workers[step % len(workers)] for step in range(steps))
-    waiting = list(batches_left)  # workers that want weights, the first first
-    pulled_at = {}  # {worker that computes: the step of its weights}
-    sends = {}  # {worker that computes: the send of its weights}
+    waiting = list(batches_left)  # a worker that has pushed wants weights: it need not ask
+    computing = {}  # {worker: (the step of its weights, the send of these)}
     for step in range(steps):
-        while waiting and worst_staleness(step, pulled_at) <= bound:
+        while waiting and worst_staleness(step, computing) <= bound:
             worker = waiting.pop(0)
-            pulled_at[worker] = step
             # Not send(), which would wait for a worker that is not in pull() yet
-            sends[worker] = dist.isend(flatten(parameters), group=group, group_dst=worker)
+            send = dist.isend(flatten(parameters), group=group, group_dst=worker)
+            computing[worker] = step, send
         gradients = flatten(parameters)  # a buffer
         source = dist.recv(gradients, group=group)  # from whichever worker is first
         worker = dist.get_group_rank(group, source)
-        sends.pop(worker).wait()
-        staleness = step - pulled_at.pop(worker)
+        pulled_at, send = computing.pop(worker)
+        send.wait()
         set_gradients(parameters, gradients)
-        yield worker, staleness  # the caller takes the step
+        yield worker, step - pulled_at  # the caller takes the step
         batches_left[worker] -= 1
         if batches_left[worker] > 0:
             waiting.append(worker)
 
 
-def worst_staleness(step, pulled_at):
-    """If one more worker gets weights at this step, and all others push before the one that has the
-    oldest weights: how stale its gradient will be."""
-    oldest = min(pulled_at.values(), default=step)
-    # The worker that gets weights now, and all that have some but the oldest
-    return step - oldest + len(pulled_at)
+def worst_staleness(step, computing):
+    """How stale the gradient of the oldest weights can become, if one more worker gets weights at
+    this step: that one, and all others that compute, may push before it."""
+    oldest = min((pulled_at for pulled_at, _ in computing.values()), default=step)
+    return step - oldest + len(computing)
 
 
 # --- demo ---

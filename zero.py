@@ -19,8 +19,9 @@ Sent      Gradients are reduce-scattered: a rank gets its shard of their sum. Ne
 Backward  Hooks copy each gradient into its bucket, the last layer's first. A full bucket is
           reduce-scattered while backward continues: in stage 1 in the last micro-batch only, in
           stage 2 in each, which frees it. step() waits, steps on shards, and gathers weights.
-Use       Stage 1, not 0 (DDP with master weights): it sends no more. Stage 2 with one micro-batch,
-          or where gradients don't fit. Neither goes with Muon, which needs whole matrices.
+Use       Stage 1 instead of DDP: it sends the same bytes, and holds 1/N of the optimizer. Stage 2
+          with one micro-batch, or where gradients don't fit. Neither goes with Muon, which needs
+          whole matrices. Stage 0 is DDP with 32-bit master weights.
 
     torchrun --nproc_per_node=4 zero.py --stage 2               python zero.py --fit
 
@@ -95,245 +96,7 @@ class PlainZeRO:
         self.shard.grad.zero_()
 
 
-# --- stages 0 to 2 in full: many buckets, reduced while backward goes on
-
-
-class ZeRO:
-    """Trains `model` over `group`, its data-parallel ranks, in stage 0, 1 or 2. The tensors are in
-    buckets, below.
-
-        zero = ZeRO(model, group, 1, torch.optim.AdamW, microbatches=2)
-        for micro_batches, target_count in batches:    # the number of targets of all ranks
-            zero.zero_grad()
-            for x, y in micro_batches:                 # this rank's two
-                loss = cross_entropy(model(x), y, reduction="sum") / target_count
-                loss.backward()
-            zero.clip(zero.grad_norm(), 1.0)           # clip_grad_norm_ finds no p.grad
-            zero.step()                                # a scheduler goes on zero.optimizer
-
-    Before ZeRO(...), on all ranks alike: load, tie and freeze the weights, move and cast the model.
-    (torch's DDP broadcasts rank 0's; ZeRO doesn't.) It puts new parameters into the modules: make
-    optimizers, hooks and references after it. Activation checkpointing needs use_reentrant=False.
-    After an exception in a backward pass end the run on all ranks."""
-
-    def __init__(
-        self,
-        model,
-        group,
-        stage,
-        make_optimizer,  # called with a list of this rank's pieces; must work element by element
-        microbatches=1,  # the backward passes of a step
-        bucket_bytes=25 << 20,  # of the largest bucket; a larger parameter has one of its own
-        **options,  # dtypes, offload and more: see ShardedBucket
-    ):
-        self.model, self.group, self.stage, self.microbatches = model, group, stage, microbatches
-        self.queue = []  # buckets that the running backward pass has yet to reduce, in this order
-        self.reductions = []  # (bucket, wait): reductions on their way
-        self.in_backward = False  # a backward pass is running
-        self.unsummed = False  # one has ended, and finish() was not called since
-        self.finished = True  # nothing to sum: neither zero_grad() nor a backward since finish()
-        # 1  The parameters are dealt out to buckets, and become views of them
-        self.buckets = []
-        replacement = {}
-        for parameters in group_parameters(model.parameters(), bucket_bytes, self.kind_of):
-            bucket = self.make_bucket(parameters, **options)
-            self.buckets.append(bucket)
-            replacement.update(zip(parameters, bucket.parameters))
-        for module in model.modules():
-            for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
-                setattr(module, name, replacement[p])
-            module.register_load_state_dict_pre_hook(lambda *_: check_load_state_dict(self))
-        # 2  The optimizer steps on this rank's pieces of parameters. Hooks take the gradients
-        self.trained_buckets = [bucket for bucket in self.buckets if bucket.trainable]
-        pieces = []
-        for bucket in self.trained_buckets:
-            pieces += bucket.pieces
-            for i, p in enumerate(bucket.parameters):
-                p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket, i))
-        self.optimizer = make_optimizer(pieces)
-        check_zero_arguments(self)
-
-    # --- a step
-    #
-    # zero_grad()  All gradients are 0.
-    # backward     _arrived moves each gradient to its bucket. Full buckets are reduced: in stage 2
-    #              in each backward pass, in stages 0 and 1 in the last one of the step.
-    # finish()     Waits for the reductions.
-    # step()       Steps on this rank's shards, and all-gathers the new weights.
-
-    def zero_grad(self):
-        check_zero_parameters(self)
-        check_zero_call(self, "zero_grad")
-        self.finished = False
-        for bucket in self.trained_buckets:
-            bucket.zero_grad()
-
-    def _arrived(self, bucket, i, p):
-        """A hook: move p's gradient into its bucket. Left in p.grad, it would look like the sum."""
-        gradient, p.grad = p.grad, None
-        if not self.in_backward:  # the first gradient of a backward pass
-            self.in_backward, self.queue = True, self.buckets_of_pass()
-            # Called when backward is over, but not if an exception ends it
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
-        check_zero_gradient(self, bucket)
-        bucket.add(i, gradient)
-        self._reduce_ready()
-
-    def _backward_ends(self):
-        self._reduce_ready(anyway=list(self.queue))  # a parameter may have got no gradient
-        self.in_backward, self.queue = False, []
-        self.unsummed, self.finished = True, False
-        if self.stage >= 2:
-            self._wait()
-
-    def finish(self):
-        """Wait until all gradients are summed. grad_norm(), clip() and step() call it."""
-        check_zero_call(self, "finish")
-        if self.finished:
-            return
-        self._wait()
-        # A rank that ran fewer backward passes must still join the others' reductions
-        while any(bucket.passes_left for bucket in self.trained_buckets):
-            self.queue = self.buckets_of_pass()
-            self._reduce_ready(anyway=list(self.queue))
-            self._wait()  # a bucket has one reduction at a time
-        self.unsummed, self.finished = False, True
-
-    def step(self):
-        """Step on this rank's shards, and send the new weights to all. Called again without
-        zero_grad() it steps with the same gradients, as torch's optimizers do."""
-        check_zero_call(self, "step")
-        self.finish()
-        for bucket in self.trained_buckets:
-            bucket.give_gradients()
-        if any(b.master.device != b.shard.device for b in self.trained_buckets):
-            torch.cuda.synchronize()  # gradients have arrived, the last step's weights have left
-        # Only after wait_in_forward: the last step's gathers may still read the shards
-        await_weights(self.buckets)
-        self.optimizer.step()  # once for all buckets: some optimizers count their steps
-        self.optimizer.zero_grad()  # frees copies; gradient_shard keeps the gradients
-        self.update_weights(self.trained_buckets)
-
-    def update_weights(self, buckets=None):
-        """The masters have new values, from a step or a checkpoint: bring them to all ranks."""
-        for bucket in reversed(buckets or self.buckets):  # forward needs the last bucket first
-            bucket.start_update()
-        await_weights(b for b in self.buckets if not b.waits_in_forward)
-
-    # --- the queue of a backward pass
-    #
-    # The buckets that the pass fills. Ranks must reduce them in one order: swapped ones would add
-    # up the wrong buckets, silently. So a bucket that is full early waits for those before it.
-
-    def _reduce_ready(self, anyway=()):
-        """Start to reduce the queue's next buckets, as long as they are full or in `anyway`."""
-        while self.queue and (not self.queue[0].missing or self.queue[0] in anyway):
-            bucket = self.queue.pop(0)
-            bucket.passes_left -= 1
-            bucket.missing = set(range(len(bucket.parameters)))  # for the next pass
-            if bucket.reduce_each or bucket.passes_left == 0:
-                self.reductions.append((bucket, bucket.start_reduction()))
-            if self.stage >= 2:
-                self._wait(leave=1)  # at most two buckets are whole: one is on its way, one fills
-
-    def _wait(self, leave=0):
-        """Wait for the reductions on their way, but for the last `leave` of them."""
-        while len(self.reductions) > leave:
-            bucket, wait = self.reductions.pop(0)
-            wait()
-            bucket.keep_shard()
-            self.shard_is_summed(bucket)
-
-    # --- beside a step: the norm, clipping, whole copies
-
-    def grad_norm(self):
-        """The norm of the whole gradient: a float64 scalar, the same on all ranks."""
-        self.finish()
-        shards = [bucket.gradient_shard for bucket in self.trained_buckets]
-        square = sum(torch.linalg.vector_norm(s, dtype=torch.float64).square() for s in shards)
-        if self.stage > 0:  # shards are disjoint: their squares add up
-            dist.all_reduce(square, group=self.group)
-        return square.sqrt()
-
-    def clip(self, norm, limit):
-        """Scale the gradients so that their global norm is at most `limit` (0: leave them)."""
-        self.finish()
-        if limit > 0:
-            scale = (limit / (norm + 1e-6)).clamp(max=1.0)
-            for bucket in self.trained_buckets:
-                bucket.gradient_shard.mul_(scale.to(bucket.gradient_shard.dtype))
-
-    @torch.no_grad()
-    def gather_full(self, named):
-        """For (name, parameter) pairs, as of model.named_parameters(): (name, unsplit copy in the
-        masters' dtype). After finish() its .grad is the whole gradient. Every rank must call it."""
-        copies = {}
-        for bucket in self.buckets:
-            weights = gather_shards(bucket, bucket.master)
-            gradients = gather_shards(bucket, bucket.gradient_shard) if bucket.trainable else None
-            for i, p in enumerate(bucket.parameters):
-                copies[p] = copy = nn.Parameter(bucket.view(i, weights).clone())
-                copy.__dict__.update(p.__dict__)  # placement, and other attributes
-                if bucket.trainable:
-                    copy.grad = bucket.view(i, gradients).to(copy, copy=True)
-        return [(name, copies[p]) for name, p in named]
-
-    @property
-    def param_groups(self):
-        return self.optimizer.param_groups  # for learning rates
-
-    # --- what fsdp.py and composition.py override
-
-    takes_shards = False  # whether another technique may have cut the model
-
-    def kind_of(self, p):  # equal for all parameters of a bucket
-        return p.requires_grad, p.dtype, p.device
-
-    def make_bucket(self, parameters, bucket_class=None, **options):
-        options = dict(group=self.group, passes=self.microbatches) | options
-        return (bucket_class or ShardedBucket)(parameters, stage=self.stage, **options)
-
-    def buckets_of_pass(self):  # those that a backward pass fills
-        return [bucket for bucket in self.trained_buckets if bucket.passes_left > 0]
-
-    def shard_is_summed(self, bucket):  # over the group
-        pass
-
-
-def await_weights(buckets):
-    for bucket in buckets:
-        if bucket.gathering is not None:
-            bucket.gathering.wait()
-            bucket.gathering = None
-
-
-def gather_shards(bucket, shard):
-    """All ranks' shards together, on the device of the weights."""
-    full = shard = shard.to(bucket.weights.device)
-    if bucket.ranks > 1:
-        full = shard.new_empty(bucket.ranks * len(shard))
-        all_gather_into_tensor(full, shard, group=bucket.group)
-    return full
-
-
-def group_parameters(parameters, bucket_bytes, kind_of):
-    """Lists of at most bucket_bytes, one per bucket, from the last parameter to the first, as
-    backward reaches them. A larger parameter has a list of its own. Parameters share a list only if
-    kind_of(p), such as dtype and group, is equal. The list that backward completes first is first.
-    """
-    position = {p: i for i, p in enumerate(reversed(list(parameters)))}
-    lists, newest = [], {}  # newest: {kind: its last list}
-    for p in position:
-        kind = kind_of(p)
-        members = newest.get(kind)
-        if members is None or sum(q.nbytes for q in members) + p.nbytes > bucket_bytes:
-            members = newest[kind] = []
-            lists.append(members)
-        members.append(p)
-    return sorted(lists, key=lambda members: position[members[-1]])
-
-
-# --- a bucket: its weights, gradients and shards
+# --- stages 0 to 2 in full. First a bucket: its weights, gradients and shards
 
 
 class ShardedBucket:
@@ -486,6 +249,245 @@ class ShardedBucket:
         self.gathering = all_gather_into_tensor(self.weights, self.shard, **options)
 
 
+# --- many buckets, reduced while backward goes on
+
+
+class ZeRO:
+    """Trains `model` over `group`, its data-parallel ranks, in stage 0, 1 or 2.
+
+        zero = ZeRO(model, group, 1, torch.optim.AdamW, microbatches=2)
+        for micro_batches, target_count in batches:    # the number of targets of all ranks
+            zero.zero_grad()
+            for x, y in micro_batches:                 # this rank's two
+                loss = cross_entropy(model(x), y, reduction="sum") / target_count
+                loss.backward()
+            zero.clip(zero.grad_norm(), 1.0)           # clip_grad_norm_ finds no p.grad
+            zero.step()                                # a scheduler goes on zero.optimizer
+
+    Before ZeRO(...), on all ranks alike: load, tie and freeze the weights, move and cast the model.
+    (torch's DDP broadcasts rank 0's; ZeRO doesn't.) It puts new parameters into the modules: make
+    optimizers, hooks and references after it. Activation checkpointing needs use_reentrant=False.
+    After an exception in a backward pass end the run on all ranks."""
+
+    def __init__(
+        self,
+        model,
+        group,
+        stage,
+        make_optimizer,  # called with a list of this rank's pieces; must work element by element
+        microbatches=1,  # the backward passes of a step
+        bucket_bytes=25 << 20,  # of the largest bucket; a larger parameter has one of its own
+        **options,  # dtypes, offload and more: see ShardedBucket
+    ):
+        self.model, self.group, self.stage, self.microbatches = model, group, stage, microbatches
+        self.queue = []  # buckets that the running backward pass has yet to reduce, in this order
+        self.reductions = []  # (bucket, wait): reductions on their way
+        # Of the gradients: "zero" after zero_grad(), "arriving" in a backward pass, "local" after
+        # it, "summed" after finish()
+        self.state = "summed"
+        # 1  The parameters are dealt out to buckets. New ones, views of these, take their places:
+        #    not by p.data, because p may be on the meta device
+        self.buckets = []
+        replacement = {}
+        for parameters in group_parameters(model.parameters(), bucket_bytes, self.kind_of):
+            bucket = self.make_bucket(parameters, **options)
+            self.buckets.append(bucket)
+            replacement.update(zip(parameters, bucket.parameters))
+        for module in model.modules():
+            for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
+                setattr(module, name, replacement[p])
+            module.register_load_state_dict_pre_hook(lambda *_: check_load_state_dict(self))
+        # 2  The optimizer steps on this rank's pieces of parameters. Hooks take the gradients
+        self.trained_buckets = [bucket for bucket in self.buckets if bucket.trainable]
+        pieces = []
+        for bucket in self.trained_buckets:
+            pieces += bucket.pieces
+            for i, p in enumerate(bucket.parameters):
+                p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket, i))
+        self.optimizer = make_optimizer(pieces)
+        check_zero_arguments(self)
+
+    # --- a step
+    #
+    # zero_grad()  All gradients are 0.
+    # backward     _arrived moves each gradient to its bucket. Full buckets are reduced: in stage 2
+    #              in each backward pass, in stages 0 and 1 in the last one of the step.
+    # finish()     Waits for the reductions.
+    # step()       Steps on this rank's shards, and all-gathers the new weights.
+
+    def zero_grad(self):
+        check_zero_parameters(self)
+        check_zero_call(self, "zero_grad")
+        self.state = "zero"
+        for bucket in self.trained_buckets:
+            bucket.zero_grad()
+
+    def _arrived(self, bucket, i, p):
+        """A hook: move p's gradient into its bucket. Left in p.grad, it would look like the sum."""
+        gradient, p.grad = p.grad, None
+        if self.state != "arriving":  # the first gradient of a backward pass
+            self.state, self.queue = "arriving", self.buckets_of_pass()
+            # Called when backward is over, but not if an exception ends it
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+        check_zero_gradient(self, bucket)
+        bucket.add(i, gradient)
+        self._reduce_ready()
+
+    def _backward_ends(self):
+        self._reduce_ready(anyway=list(self.queue))  # a parameter may have got no gradient
+        self.state, self.queue = "local", []
+        if self.stage >= 2:
+            self._wait()
+
+    def finish(self):
+        """Wait until all gradients are summed. grad_norm(), clip() and step() call it."""
+        check_zero_call(self, "finish")
+        if self.state == "summed":
+            return
+        self._wait()
+        # A rank that ran fewer backward passes must still join the others' reductions
+        while any(bucket.passes_left for bucket in self.trained_buckets):
+            self.queue = self.buckets_of_pass()
+            self._reduce_ready(anyway=list(self.queue))
+            self._wait()  # a bucket has one reduction at a time
+        self.state = "summed"
+
+    def step(self):
+        """Step on this rank's shards, and send the new weights to all. Called again without
+        zero_grad() it steps with the same gradients, as torch's optimizers do."""
+        check_zero_call(self, "step")
+        self.finish()
+        for bucket in self.trained_buckets:
+            bucket.give_gradients()
+        if any(b.master.device != b.shard.device for b in self.trained_buckets):
+            torch.cuda.synchronize()  # gradients have arrived, the last step's weights have left
+        # Only after wait_in_forward: the last step's gathers may still read the shards
+        await_weights(self.buckets)
+        self.optimizer.step()  # once for all buckets: some optimizers count their steps
+        self.optimizer.zero_grad()  # frees copies; gradient_shard keeps the gradients
+        self.update_weights(self.trained_buckets)
+
+    def update_weights(self, buckets=None):
+        """The masters have new values, from a step or a checkpoint: bring them to all ranks."""
+        for bucket in reversed(buckets or self.buckets):  # forward needs the last bucket first
+            bucket.start_update()
+        await_weights(b for b in self.buckets if not b.waits_in_forward)
+
+    # --- the queue of a backward pass
+    #
+    # The buckets that the pass fills. Ranks must reduce them in one order: swapped ones would add
+    # up the wrong buckets, silently. So a bucket that is full early waits for those before it, and
+    # for a parameter without a gradient until backward ends.
+
+    def _reduce_ready(self, anyway=()):
+        """Start to reduce the queue's next buckets, as long as they are full or in `anyway`."""
+        while self.queue and (not self.queue[0].missing or self.queue[0] in anyway):
+            bucket = self.queue.pop(0)
+            bucket.passes_left -= 1
+            bucket.missing = set(range(len(bucket.parameters)))  # for the next pass
+            if bucket.reduce_each or bucket.passes_left == 0:
+                self.reductions.append((bucket, bucket.start_reduction()))
+            if self.stage >= 2:
+                self._wait(leave=1)  # two buckets are whole: one is on its way, one fills
+
+    def _wait(self, leave=0):
+        """Wait for the reductions on their way, but for the last `leave` of them."""
+        while len(self.reductions) > leave:
+            bucket, wait = self.reductions.pop(0)
+            wait()
+            bucket.keep_shard()
+            self.shard_is_summed(bucket)
+
+    # --- beside a step: the norm, clipping, whole copies
+
+    def grad_norm(self):
+        """The norm of the whole gradient: a float64 scalar, the same on all ranks."""
+        self.finish()
+        shards = [bucket.gradient_shard for bucket in self.trained_buckets]
+        square = sum(torch.linalg.vector_norm(s, dtype=torch.float64).square() for s in shards)
+        if self.stage > 0:  # shards are disjoint: their squares add up
+            dist.all_reduce(square, group=self.group)
+        return square.sqrt()
+
+    def clip(self, norm, limit):
+        """Scale the gradients so that their global norm is at most `limit` (0: leave them)."""
+        self.finish()
+        if limit > 0:
+            scale = (limit / (norm + 1e-6)).clamp(max=1.0)
+            for bucket in self.trained_buckets:
+                bucket.gradient_shard.mul_(scale.to(bucket.gradient_shard.dtype))
+
+    @torch.no_grad()
+    def gather_full(self, named):
+        """For (name, parameter) pairs, as of model.named_parameters(): (name, unsplit copy in the
+        masters' dtype). After finish() its .grad is the whole gradient. Every rank must call it."""
+        copies = {}
+        for bucket in self.buckets:
+            weights = gather_shards(bucket, bucket.master)
+            gradients = gather_shards(bucket, bucket.gradient_shard) if bucket.trainable else None
+            for i, p in enumerate(bucket.parameters):
+                copies[p] = copy = nn.Parameter(bucket.view(i, weights).clone())
+                copy.__dict__.update(p.__dict__)  # placement, and other attributes
+                if bucket.trainable:
+                    copy.grad = bucket.view(i, gradients).to(copy, copy=True)
+        return [(name, copies[p]) for name, p in named]
+
+    @property
+    def param_groups(self):
+        return self.optimizer.param_groups  # for learning rates
+
+    # --- what fsdp.py and composition.py override
+
+    takes_shards = False  # whether another technique may have cut the model
+
+    def kind_of(self, p):  # equal for all parameters of a bucket
+        return p.requires_grad, p.dtype, p.device
+
+    def make_bucket(self, parameters, bucket_class=ShardedBucket, **options):
+        options = dict(group=self.group, passes=self.microbatches) | options
+        return bucket_class(parameters, stage=self.stage, **options)
+
+    def buckets_of_pass(self):  # those that a backward pass fills
+        return [bucket for bucket in self.trained_buckets if bucket.passes_left > 0]
+
+    def shard_is_summed(self, bucket):  # over the group
+        pass
+
+
+def await_weights(buckets):
+    for bucket in buckets:
+        if bucket.gathering is not None:
+            bucket.gathering.wait()
+            bucket.gathering = None
+
+
+def gather_shards(bucket, shard):
+    """All ranks' shards together, on the device of the weights."""
+    full = shard = shard.to(bucket.weights.device)
+    if bucket.ranks > 1:
+        full = shard.new_empty(bucket.ranks * len(shard))
+        all_gather_into_tensor(full, shard, group=bucket.group)
+    return full
+
+
+def group_parameters(parameters, bucket_bytes, kind_of):
+    """Lists of at most bucket_bytes, one per bucket, from the last parameter to the first, as
+    backward reaches them. A larger parameter has a list of its own. Parameters share a list only if
+    kind_of(p), such as dtype and group, is equal. The list that backward completes first is first.
+    """
+    position = {p: i for i, p in enumerate(reversed(list(parameters)))}
+    lists, newest = [], {}  # newest: {kind: its last list}
+    for p in position:
+        kind = kind_of(p)
+        members = newest.get(kind)
+        if members is None or sum(q.nbytes for q in members) + p.nbytes > bucket_bytes:
+            members = newest[kind] = []
+            lists.append(members)
+        members.append(p)
+    # Lists of different kinds overlap: in the order of their last parameters
+    return sorted(lists, key=lambda members: position[members[-1]])
+
+
 # --- new weights that arrive during the next forward
 
 
@@ -521,13 +523,13 @@ def check_zero_arguments(zero):
 
 
 def check_zero_call(zero, call):
-    if zero.in_backward:
+    if zero.state == "arriving":
         advice = "end the run on all ranks, and resume from a checkpoint"
         raise RuntimeError(f"an exception ended a backward pass, and others may wait: {advice}")
-    if call == "step" and not zero.unsummed and not zero.finished:
+    if call == "step" and zero.state == "zero":
         advice = "a rank that ran no backward pass calls finish() before"
         raise RuntimeError(f"step() after zero_grad(): all gradients are zero; {advice}")
-    if call == "zero_grad" and zero.unsummed:
+    if call == "zero_grad" and zero.state == "local":
         raise RuntimeError("there was no finish(): call it before zero_grad(), on all ranks")
 
 
@@ -552,7 +554,8 @@ def check_zero_gradient(zero, bucket):
     if bucket not in zero.queue:
         raise RuntimeError(
             "a gradient came after its bucket was reduced: there were more backward passes than"
-            f" microbatches={zero.microbatches}, or no zero_grad(). In a pipeline take composition"
+            f" microbatches={zero.microbatches}, no zero_grad(), or a unit of FSDP ran twice in a"
+            " forward, with others in between. In a pipeline take composition"
             ".ZeROInPipeline(..., pipeline_stages={stage: module}) and Pipeline(..., around=zero"
             ".around)"
         )

@@ -346,7 +346,7 @@ one bias left out: ddp:DDP.__init__
     Counter(parameters) -> all_but_a_bias(parameters)
     gpt2 --dp 2 -> step 1, backward -> add up to the right one: never summed over dp
 ZeRO sums twice: zero:ZeRO.finish
-    self.unsummed, self.finished -> + [b.gradient_shard.mul_(2) for b in self.trained_buckets]
+    self.state = "summed" -> + [b.gradient_shard.mul_(2) for b in self.trained_buckets]
     gpt2 --dp 2 --zero 3 -> step 1, backward -> summed once too often, or not averaged, over dp (2)
 copies not summed: composition:InGrid.shard_is_summed
     replica_group is not None and -> replica_group is None and

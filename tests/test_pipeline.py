@@ -369,32 +369,6 @@ def test_receives_take_few_buffers():
                     held -= message is not None and message.source != message.target
 
 
-def spinning(schedule, spans):
-    """How many receives wait for their message while their rank computes, on average."""
-    sent = {schedule.outgoing(action): end for row in spans for _, end, action in row}
-    waited = worked = free = 0
-    for row in spans:
-        free = 0  # when the action before ended: then a receive is posted
-        for start, end, action in row:
-            for message in schedule.receives_before.get(action, []):
-                waited += sum(max(0, min(e, sent[message]) - max(s, free)) for s, e, _ in row)
-            free, worked = end, worked + end - start
-    return waited / worked
-
-
-def test_what_late_receives_cost_and_save():
-    """Beside a receive that is always posted, where a message takes 2% of a forward's time."""
-    for name in ALL_SCHEDULES:
-        for p in (4, 8):
-            late, early = (type(s)(s) for s in [find_schedule(name, p, 4 * p)] * 2)
-            early.receives_before = one_ahead(early)
-            spans = [schedules.simulate(schedule, transfer=0.02) for schedule in (late, early)]
-            ends = [max(row[-1][1] for row in of_ranks) for of_ranks in spans]
-            assert ends[1] <= ends[0] < ends[1] * (1.012 if name == "gpipe" else 1.005), name
-            spin = spinning(late, spans[0]), spinning(early, spans[1])
-            assert spin[0] < min(0.6, 0.5 * spin[1]), (name, p, spin)
-
-
 def test_deferred_gradients_come_last_layer_first():
     """As in a whole backward: DDP and ZeRO line their buckets up in this order."""
     layers = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(4)))

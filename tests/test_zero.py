@@ -129,7 +129,7 @@ def test_mixed_precision(ranks, reduce_dtype, accumulate):
         model = initialize.build(CONFIGS["gpt2"], 7)
         make = functools.partial(make_optimizer, kind="adamw")
         dtypes = dict(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
-        sharded = shard(model, dist.group.WORLD, stage, make, accumulate, **dtypes)
+        sharded = shard(model, dist.group.WORLD, stage, make, microbatches=accumulate, **dtypes)
         for step in range(3):
             sharded.zero_grad()
             for _ in passes(model, step, shares[rank]):
@@ -236,8 +236,8 @@ def test_stages_2_and_3_hold_the_gradients_of_two_buckets(ranks):
         tokens, targets, _, count = batch(0)
         for stage in (2, 3):
             model = initialize.build(CONFIGS["llama"], 7)
-            make = torch.optim.AdamW, 2
-            sharded = shard(model, dist.group.WORLD, stage, *make, bucket_bytes=20000)
+            options = dict(microbatches=2, bucket_bytes=20000)
+            sharded = shard(model, dist.group.WORLD, stage, torch.optim.AdamW, **options)
             with Watch(sharded) as watch:
                 for _ in range(2):
                     model(tokens, targets=targets, target_count=count).backward()

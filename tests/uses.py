@@ -380,7 +380,7 @@ class Layout(OneProcess):
         groups = [self.data, self.tp]
         if self.stages:
             parts = [(p, p.grad, 1) for p in parameters if p.grad is not None]
-            return composition.norm_of_parts(parts, groups, self.pp)
+            return composition.norm_of_parts(parts, groups, "cpu", self.pp)
         norm = composition.norm_in_grid(parameters, groups)
         if self.t > 1 and not self.with_experts:
             torch.testing.assert_close(tensor_parallel.grad_norm(parameters, self.tp), norm)
