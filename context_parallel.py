@@ -162,7 +162,7 @@ class Ring(GroupModule):
     or the group aborts or hangs. Beside another technique: docs/use/two-techniques.md.
     zigzag=False: consecutive tokens per rank, and the last rank has most of the work."""
 
-    chunks = 2  # per rank
+    chunks = 2  # per rank: what held_positions deals out
 
     def __init__(self, group, zigzag=True):
         super().__init__(group)
@@ -208,7 +208,8 @@ class Tile(NamedTuple):
 
 
 def ring_tiles(rank, n, tokens, zigzag=True):
-    """tiles[r]: this rank's queries with the keys of rank r. tokens: T'."""
+    """tiles[r]: this rank's queries with the keys of rank r. tokens: T'. In a zigzag each has half
+    of all pairs, so in every step all ranks have equal work."""
     every, early, late = slice(0, tokens), slice(0, tokens // 2), slice(tokens // 2, tokens)
     own = [Tile(every, every, causal=True)]  # a rank's tokens are in order
     if not zigzag:
@@ -395,7 +396,8 @@ class GatheredAttention(torch.autograd.Function):
                 dq_tile, dk, dv = tile_gradients(grad, q, kv, out, lse, tile)
                 dq[:, :, tile.queries] += dq_tile
                 dkv[source][:, :, :, tile.keys] += torch.stack((dk, dv))
-        # A reduce-scatter: each rank sums the gradients of its own keys. gloo's sends twice as much
+        # A reduce-scatter, so that each rank sums the gradients of its own keys. As an all-to-all
+        # and a sum, because gloo's own sends twice as much
         pieces = torch.empty_like(dkv)
         dist.all_to_all_single(pieces, dkv, group=ctx.group)
         return dq.to(q.dtype), *pieces.sum(0).to(q.dtype), None, None
@@ -483,12 +485,12 @@ def check_qkv(q, k, v):
 
 
 def check_heads_divide(q, n):
-    if q.shape[1] % n:  # gloo would exchange parts of heads
+    if q.shape[1] % n:  # chunk() would cut unevenly
         raise ValueError(f"{q.shape[1]} heads do not divide over {n} ranks: take fewer, or Ring")
 
 
 def check_chunks(q, ring):
-    if q.shape[2] % ring.chunks and ring.zigzag and ring.n > 1:
+    if q.shape[2] % ring.chunks and ring.zigzag:
         chunks = f"a rank holds {ring.chunks} equal chunks, not {q.shape[2]} tokens"
         raise ValueError(f"{chunks}: cut sequences by positions(), or give zigzag=False")
 

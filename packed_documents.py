@@ -15,7 +15,7 @@ Sent      In step s a rank lends the rank s after it only the keys that are used
           lent to two ranks counts twice). And 2 A a C_kv: dK and dV of the A tokens that it has
           borrowed. It is little where documents are short beside a rank's T / N tokens.
 Backward  As in the ring, tile by tile. A key's gradient goes straight to the rank that holds it.
-Cost      A kernel per tile, dozens in each layer: so documents of some hundred tokens and more. A
+Cost      A kernel per tile, dozens in each layer: worth it from some hundred tokens a document. A
           plan for each batch, on the host: some milliseconds, 0.1 s for 64 thousand tokens.
 Copy      The top of context_parallel.py as well: DocumentRing extends its Ring.
 
@@ -223,7 +223,7 @@ def document_tiles(queries, keys, starts, own=False):
     tiles, real = [], queries[queries < starts.shape[1]]  # without padding
     for row, start in enumerate(starts[:, real]):
         first = torch.searchsorted(keys, start)  # query i sees keys[first[i] : end[i]]
-        end = first if own else torch.searchsorted(keys, real)
+        end = first if own else torch.searchsorted(keys, real)  # own: all of a document alike
         seen, sizes = (first * (len(keys) + 1) + end).unique_consecutive(return_counts=True)
         offset = stop = row * len(queries)
         for pair, size in zip(seen.tolist(), sizes.tolist()):

@@ -9,20 +9,23 @@ itself. So here a rank does it for T/t consecutive tokens, and stores those only
         | (B,T/t,C)     (B,T,C)     (B,T,H/t)      (B,T,C) partial   (B,T/t,C)             |
         +----------------------------------------------------------------------------------+
 
+The embedding's g leaves the split tokens, and the head's f gathers them for the logits.
+
 Sent        in forward                            in backward
     f       all-gather of the tokens              reduce-scatter of their gradients
     g       reduce-scatter of the partial sums    all-gather of the gradients
 
 An all-reduce is a reduce-scatter and then an all-gather. In each a rank sends r = (t-1)/t of the
 tensor. So a block sends as much as in tensor parallelism: 8 r B T C e, at e bytes an element. The
-activations between the split layers shrink to 1/t. The layers behind f still hold its result
-(B, T, C) for the gradients of their weights. The paper drops it, and gathers it again in backward:
-tensor_overlap.py can do that, too, and hides messages behind matmuls.
+activations between the split layers shrink to 1/t: on 4 ranks a GPT-2 block holds 5.5 B T C
+elements, not 7. The layers behind f still hold its result (B, T, C) for the gradients of their
+weights. The paper drops it, and gathers it again in backward: tensor_overlap.py can do that, too (4
+B T C), and hides messages behind matmuls.
 
 Norms, positions and the biases after g (P numbers in all) see this rank's tokens only, so their
 gradients are partial sums: one all-reduce a step, 2 r P e bytes.
 
-There are twice as many messages, so it is slower where latency dominates. t must divide T.
+t must divide T.
 
     torchrun --nproc_per_node=4 sequence_parallel.py
     python sequence_parallel.py --family llama --nproc 2
@@ -76,9 +79,10 @@ class ReduceScatterTokens(torch.autograd.Function):
 
 
 def plain_sequence_mlp(x, norm, up, down, bias, group):
-    """The picture without dropout: x (B, T/t, C) -> (B, T/t, C). up (H/t, C) and down (C, H/t) are
-    shards. norm and bias are whole, but they see this rank's tokens only, so their gradients are
-    partial sums. Once a step, after its last backward pass:
+    """The picture without dropout: x (B, T/t, C) -> (B, T/t, C). Rank r of t has the tokens
+    x.chunk(t, dim=1)[r] of the whole x. up (H/t, C) and down (C, H/t) are shards. norm and bias are
+    whole, but they see this rank's tokens only, so their gradients are partial sums. Once a step,
+    after its last backward pass:
 
         for p in (*norm.parameters(), bias):
             dist.all_reduce(p.grad, group=group)"""
@@ -88,7 +92,8 @@ def plain_sequence_mlp(x, norm, up, down, bias, group):
     return x + ReduceScatterTokens.apply(partial, group) + bias  # g: (B, T/t, C)
 
 
-# --- the two messages. start_...: returns a function that waits, and returns the tokens
+# --- the two messages. start_...: returns a function that waits, and returns the tokens. (With
+#     tokens first, (T, B, C), as in Megatron, nothing would be transposed)
 
 # torch 2.13 renamed these two; older versions know only the second name
 all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
