@@ -99,10 +99,25 @@ def test_documents_send_the_keys_that_tiles_use(ranks):
     assert all((a - b).abs().max() > 1e-3 for a, b in zip(whole(ranks(4, work), 64), expected))
 
 
+def test_one_rank_and_an_evaluation(ranks):
+    """Also on one rank tokens are cut by positions(). Starts may be made in inference_mode."""
+
+    def work(rank):
+        ring, starts = pd.DocumentRing(dist.new_subgroups(1)[0]), torch.zeros(1, 10).long()
+        q = torch.ones(1, 2, 10, 8)
+        pytest.raises(ValueError, ring, q, q, q, starts)
+        with torch.inference_mode():
+            q = torch.ones(1, 2, len(ring.positions(10, starts=starts)), 8)
+            return ring(q, q, q, starts.clone())[0, 0, :10, 0].tolist()
+
+    assert ranks(1, work) == [[1.0] * 10]
+
+
 def test_the_plain_form_is_attention_within_documents(ranks):
     """Of any cut; its gradients, too."""
     size, starts = (3, 4, 4, 8), starts_of(LENGTHS)
-    pytest.raises(ValueError, pd.check_documents, torch.tensor([[0, 0, 0, 1, 1]]))  # numbers
+    for wrong in ([0, 0, 0, 1, 1], [0, 1, 0, 3, 3]):  # numbers; one that goes on after another
+        pytest.raises(ValueError, pd.check_documents, torch.tensor([wrong]))
     held = torch.randperm(64, generator=torch.Generator().manual_seed(1)).view(4, 16)
 
     def work(rank):

@@ -382,3 +382,11 @@ def test_the_receipt_tells_what_stage_3_gathers(script, tmp_path, monkeypatch):
     assert code == 1 and not result["held"]["gathered_peak"]["ok"], said
     assert result["held"]["gathered_peak"]["bytes"] > row["bytes"]
     assert all(error < 1e-10 for error in result["max_error"].values())
+
+
+def test_a_frozen_stage_has_a_norm(ranks):
+    def work(rank):
+        frozen = nn.Linear(2, 2).requires_grad_(False)
+        return composition.norm_in_grid(frozen.parameters(), [dist.group.WORLD]).item()
+
+    assert ranks(1, work) == [0.0]
