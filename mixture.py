@@ -17,13 +17,13 @@ z_loss        factor of the mean of logsumexp(logits)^2, which keeps logits smal
 bias_rate     step of a bias, added to the scores for the choice only. After each step it goes up
               where the load was low (Wang et al. 2024, arXiv:2408.15664)
 
-The losses act through gradients: the loss that the model reports is the cross-entropy alone. As
-that is, each is summed over tokens and divided by target_count, so those of a batch's pieces add
-up. (Ignored targets count in the sum, but not in target_count.)
+Both losses act through gradients only: the loss that the model reports is the cross-entropy. Like
+it they are sums over tokens, divided by target_count, so those of a batch's pieces add up. (They
+sum over ignored targets too.)
 
     model = GPT(Config(experts=8, balance_loss=0.01, bias_rate=0.001))
-    # target_count: of the whole batch. Don't divide the loss of a piece: see AddLoss
-    model(x, targets=y, target_count=target_count).backward()
+    # Of a batch in pieces give each the whole's target_count. Never scale the loss: see AddLoss
+    model(x, targets=y).backward()
     optimizer.step()
     rebalance(model)  # once a step, for the bias
 
@@ -82,7 +82,7 @@ class Router(nn.Linear):
         weights = scores.gather(-1, chosen)
         if self.config.renormalize:
             weights = weights / weights.sum(-1, keepdim=True)
-        if weights.requires_grad and target_count is not None:  # the same numbers: in backward more
+        if weights.requires_grad and target_count is not None:  # the same values, with the losses
             weights = with_losses(self, weights, chosen, scores, logits, target_count)
         return weights.to(x.dtype), chosen
 
@@ -174,22 +174,21 @@ def with_losses(router, weights, chosen, scores, logits, target_count):
 
 def imbalance(router, scores, assigned):
     """tokens x E sum_e f_e P_e, added up over sequences."""
-    experts, top_k = router.config.experts, router.config.top_k
     if router.config.scores == "sigmoid":
         scores = scores / scores.sum(-1, keepdim=True)
-    tokens = assigned.new_full((len(scores), 1), scores.shape[1])
     # One tensor: where a sequence is cut, that is one message
-    sums = router.sum_over_sequence(torch.cat((assigned, scores.sum(1), tokens), dim=1))
-    assigned, scores, tokens = sums.split((experts, experts, 1), dim=1)  # (B, E), (B, E), (B, 1)
-    # tokens x E f P, with f = assigned / (k tokens) and P = scores / tokens
-    return (assigned.detach() * scores / tokens).sum() * experts / top_k
+    sums = router.sum_over_sequence(torch.cat((assigned, scores.sum(1)), dim=1))
+    assigned, scores = sums.chunk(2, dim=1)  # (B, E) each, of the whole sequence
+    share = assigned / assigned.sum(-1, keepdim=True)  # f
+    return router.config.experts * (share.detach() * scores).sum()  # tokens x P = the summed scores
 
 
 class AddLoss(torch.autograd.Function):
     """Returns x. In backward `loss` gets the gradient 1, as if it had been added to the model's
-    loss, even on a pipeline stage without the head (Megatron-LM's MoEAuxLossAutoScaler). What
-    multiplies the model's loss before backward does not reach this one: for loss / n give the model
-    n x target_count instead, for a GradScaler target_count / scale."""
+    loss, even on a pipeline stage without the head (Megatron-LM's MoEAuxLossAutoScaler).
+
+    Scaling the model's loss before backward does not scale this one. In place of loss / n give the
+    model n x target_count, in place of a GradScaler target_count / scale."""
 
     @staticmethod
     def forward(ctx, x, loss):

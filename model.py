@@ -38,8 +38,8 @@ IGNORE = -1  # a target with this value adds nothing to the loss (torch's defaul
 @dataclass(frozen=True)
 class Config:
     """The shape of a GPT. harness/presets.py has published ones. A 0 of kv_heads and hidden is
-    filled in at once. So dataclasses.replace(config, width=256) keeps the old hidden: give hidden=0
-    as well, and with heads kv_heads=0."""
+    filled in at once: dataclasses.replace(config, width=256) needs hidden=0, too, or it keeps the
+    old one, and with heads kv_heads=0."""
 
     layers: int = 4
     heads: int = 4
@@ -136,10 +136,9 @@ class GPT(nn.Module):
         targets       (B, T)
         target_count  see CrossEntropy. By default the number of valid `targets`
         sample_ids    (B,), a number per row, unique in the whole run: the same number, the same
-                      dropout. Without them there is none, in train(), too
-        starts        (B, T) of the whole sequence, on the host, which plans by it: the position at
-                      which each token's document starts. Attention stays within it, and positions
-                      begin anew"""
+                      dropout. They alone switch it on: train() and eval() don't
+        starts        of the whole sequence, even if x is a piece, on the host: where each token's
+                      document begins. Attention and positions stay within it"""
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
         if target_count is None and targets is not None:
@@ -215,8 +214,8 @@ class AttentionCore(nn.Module):
         grouped = q.shape[1] != k.shape[1]
         if starts is None:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-        # A token sees those before it whose document starts where its own does. -1: tokens that
-        # were appended to fill a multiple
+        # A token sees those before it whose document starts where its own does. -1: the padding of
+        # a sequence that was cut into equal pieces
         starts = F.pad(starts, (0, q.shape[2] - starts.shape[1]), value=-1).to(q.device)
         mask = (starts[:, None, :, None] == starts[:, None, None, :]).tril()  # (B, 1, T, T)
         return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=grouped)

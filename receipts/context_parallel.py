@@ -123,7 +123,7 @@ def expected(sizes, group, kind, rings, used=None):
     sent = {key: (sizes.blocks * size, text) for key, (size, text) in sent.items()}
     if config.experts and config.balance_loss:
         layers = forwards * sizes.blocks * sizes.sequences
-        sums = layers * (2 * config.experts + 1) * sizes.exact
+        sums = layers * 2 * config.experts * sizes.exact
         sent |= summed(group, sums, "the routers' sums over sequences")
     return sent, held(sizes, activations="1/N of one process's")
 

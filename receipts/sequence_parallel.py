@@ -40,7 +40,7 @@ def expected(sizes, group, scatter, scalars=1, partial=True):
         reduced += 3 * tokens * sizes.exact
     routed = tokens * config.top_k * blocks if config.experts and not folded else 0
     if config.experts and config.balance_loss > 0:
-        sums = blocks * sizes.sequences * (2 * config.experts + 1)
+        sums = blocks * sizes.sequences * 2 * config.experts
         reduced += sizes.forwards * sums * sizes.exact
     gathered = gathers * wide + routed * (sizes.e + 8) * sizes.forwards
     more = "" if recompute == "none" else ", more to recompute"
