@@ -17,14 +17,16 @@ ranks wait for the fullest. A balance loss (mixture.py) or `capacity` makes it m
 
 Sent: rows (dispatch), their results (combine), and in backward the gradients of both. A rank's n
 tokens make k n rows of C elements; an element has e bytes. r = (N-1)/N of the rows leave the rank,
-if routing is even: 4 r k n C e bytes per layer and micro-batch, and 8 r E of counts for each chunk.
+if routing is even: 4 r k n C e bytes per layer and micro-batch, and 8 r E bytes of counts.
 Once a step: 2 r P e, to all-reduce the P other parameters.
 
 Backward: each row's gradient goes back the way the row came. An expert sees all rows of the batch
 that chose it, so its gradient needs no all-reduce. For the right scale each rank divides its loss
 by the number of tokens of all ranks. The gradients of all other parameters, the router's too, are
 all-reduced.
-Not worth it where each rank can hold all experts, and has many tokens (docs/learn/experts.md).
+Not worth it where each rank can hold all experts, and has many tokens: E whole experts of hidden
+width H, on every rank, would send 4 r E H C e a step in place of the rows, which is less if a rank
+has more than E H / k tokens a step (docs/learn/experts.md).
 
     torchrun --nproc_per_node=4 expert_parallel.py      python expert_parallel.py --experts 5
 
@@ -50,7 +52,7 @@ def plain_dispatch(x, router_weights, chosen, experts, expert_count, group):
     world = dist.get_world_size(group)
     if torch.is_grad_enabled() and not x.requires_grad:
         x = x.detach().requires_grad_()  # else this rank would not join the all-to-alls of backward
-    # Sort by expert, and so by rank. Each token makes k rows
+    # Sort by expert, and so by rank. Each token makes k rows: choice i is of token i // k
     order = chosen.flatten().argsort(stable=True)  # (n k,)
     token_of_row = order // chosen.shape[1]
     # Send: first how many rows there are for each expert, then the rows
@@ -58,7 +60,7 @@ def plain_dispatch(x, router_weights, chosen, experts, expert_count, group):
     outgoing = outgoing.view(world, expert_count // world)  # to each rank, for each of its experts
     incoming = torch.empty_like(outgoing)  # from each rank, for each expert here
     dist.all_to_all_single(incoming, outgoing, group=group)
-    send_counts = outgoing.sum(1).tolist()  # rows to each rank
+    send_counts = outgoing.sum(1).tolist()  # rows to each rank. The host waits
     receive_counts = incoming.sum(1).tolist()  # rows from each rank
     rows = AllToAll.apply(x[token_of_row], send_counts, receive_counts, group)  # (m, C)
     # Compute: sort again, by expert, and run this rank's experts
@@ -66,7 +68,7 @@ def plain_dispatch(x, router_weights, chosen, experts, expert_count, group):
     # Send back
     results = AllToAll.apply(results, receive_counts, send_counts, group)  # (n k, C), as sent
     # Weigh and add up
-    results = results * router_weights.flatten()[order].unsqueeze(1)  # maybe of a wider dtype
+    results = results * router_weights.flatten()[order].unsqueeze(1)  # these may be float32
     return torch.zeros_like(x).index_add(0, token_of_row, results.to(x.dtype))
 
 
@@ -166,7 +168,7 @@ def sum_replicated_gradients(parameters, group):
 #         dist.broadcast(p.data, group_src=0, group=group)
 #     model.up = shard_experts(model.up, group)  # (E, H, C) -> this rank's experts
 #     model.down = shard_experts(model.down, group)  # (E, C, H). Now make the optimizer
-#     dispatch = ExpertDispatch(E, group)
+#     dispatch = ExpertDispatch(E, group)  # below: plain_dispatch, but overlapped
 #
 #     def mlps(rows, rows_per_expert):
 #         parts = zip(rows.split(rows_per_expert.tolist()), model.up, model.down)
@@ -279,7 +281,7 @@ class ExpertDispatch(nn.Module):
         check_chosen(chosen, self.expert_count)
         if self.capacity is not None:
             chosen = drop_late(chosen, self.expert_count, self.capacity)
-        # Lower layers may be frozen. Other ranks' backward passes wait for this rank's all-to-alls
+        # Every rank must have all all-to-alls in its graph: x may come from frozen layers
         if torch.is_grad_enabled() and not x.requires_grad:
             x = x.detach().requires_grad_()
         choices = chosen.tensor_split(self.chunks)
@@ -460,7 +462,7 @@ def demo(run):
         sum_replicated_gradients(parameters, group)
         dist.all_reduce(loss, group=group)
         norm = harness.grad_norm(parameters)  # over the experts of all ranks
-        run.check(loss, norm, model.named)
+        run.check(loss, norm, model.named)  # kept, to compare with one process at the end
         harness.clip(parameters, norm, args.grad_clip)
         optimizer.step()
         run.log()

@@ -70,6 +70,7 @@ class PlainZeRO:
         for p in self.parameters:  # from now on a view of the flat tensor
             start, end = end, end + p.numel()
             p.data = self.weights[start:end].view_as(p)
+        # A view, too: the optimizer's step on it changes this part of `weights`
         self.shard = nn.Parameter(self.weights[rank * length : (rank + 1) * length])
         self.shard.grad = torch.zeros_like(self.shard)
         self.optimizer = make_optimizer([self.shard])  # its states are 1/N as large
@@ -91,7 +92,7 @@ class PlainZeRO:
         """After the last backward: reduce, step on this shard, send it to all."""
         self.reduce()
         self.optimizer.step()
-        # In place: this rank's shard is a part of `weights`
+        # In place: every rank has changed its own part
         all_gather_into_tensor(self.weights, self.shard.detach(), group=self.group)
         self.shard.grad.zero_()
 
@@ -106,7 +107,8 @@ class ShardedBucket:
     shard           (S/N,)  this rank's shard of the weights
     master          (S/N,)  what the optimizer steps on: the shard itself. In mixed precision, or
                             in the host's memory (offload), a copy of it
-    pieces                  the master's part of each parameter, maybe empty: for the optimizer
+    pieces                  the master, cut at the parameters' borders; some are empty. So the
+                            optimizer can treat matrices and vectors apart
     gradients       (S,)    of this rank; stage 2 frees it after each reduction
     gradient_shard  (S/N,)  this rank's shard of their sum over all ranks
     passes_left             backward passes of this step that still bring gradients
@@ -153,6 +155,56 @@ class ShardedBucket:
         elif self.trainable:
             self.gradient_shard = torch.zeros_like(self.shard, dtype=self.reduce_dtype)
 
+    def allocate_gradients(self):
+        if self.gradients is None:
+            self.gradients = torch.zeros_like(self.weights, dtype=self.reduce_dtype)
+
+    def zero_grad(self):
+        self.passes_left = self.passes
+        gradients = self.gradient_shard if self.stage >= 2 else self.gradients
+        gradients.zero_()
+
+    def add(self, i, gradient):
+        self.allocate_gradients()
+        self.view(i, self.gradients).add_(gradient)
+        self.missing.discard(i)
+
+    def start_reduction(self):
+        """Start to sum the gradients over the ranks: whole in stage 0, else a shard on each, in its
+        place. Returns a function that waits for the sum."""
+        self.allocate_gradients()  # if no parameter of it got a gradient
+        if dist.get_world_size(self.group) == 1:
+            return lambda: None
+        if self.stage == 0:
+            return dist.all_reduce(self.gradients, group=self.group, async_op=True).wait
+        return async_reduce_scatter(self.gradients[self.own_slice], self.gradients, self.group)
+
+    def keep_shard(self):
+        """The sum is there. Stage 2 frees all but this rank's shard."""
+        if self.stage >= 2:
+            self.gradient_shard += self.gradients[self.own_slice]
+            self.gradients = None
+
+    def give_gradients(self):
+        """To the pieces: views of gradient_shard, or of its copy where the master is."""
+        gradient = self.gradient_shard.to(self.master, non_blocking=True)
+        for i, piece in enumerate(self.pieces):
+            piece.grad = self.part_of(i, gradient).view(piece.shape)
+
+    def start_update(self):
+        """The master has new values: start to bring them to all ranks."""
+        if self.master is not self.shard:
+            self.shard.copy_(self.master.to(self.shard.device, non_blocking=True))
+        if self.keeps_weights and self.ranks > 1:
+            self.start_gather()
+
+    def start_gather(self):
+        """All ranks' shards into `weights`. This rank's stays in its place."""
+        options = {"group": self.group, "async_op": True}
+        self.gathering = all_gather_into_tensor(self.weights, self.shard, **options)
+
+    # --- how it is made, and parts of its tensors
+
     def make_weights(self, full, param_dtype, reduce_dtype, offload):  # full: (S,)
         self.weights = full.to(param_dtype)
         self.reduce_dtype = reduce_dtype or param_dtype
@@ -189,64 +241,21 @@ class ShardedBucket:
         stop = self.slices[i].stop - self.own_slice.start
         return shard[max(start, 0) : max(stop, 0)]
 
-    def allocate_gradients(self):
-        if self.gradients is None:
-            self.gradients = torch.zeros_like(self.weights, dtype=self.reduce_dtype)
 
-    def zero_grad(self):
-        self.passes_left = self.passes
-        gradients = self.gradient_shard if self.stage >= 2 else self.gradients
-        gradients.zero_()
+def async_reduce_scatter(shard, full, group):
+    """Start to sum `full` over the ranks, on each only its shard, which may be a part of `full`.
+    Returns a function that waits."""
+    if dist.get_backend(group) != "gloo":
+        return reduce_scatter_tensor(shard, full, group=group, async_op=True).wait
+    # gloo's own sends twice as much: send each rank its shard, and add up what arrives
+    received = torch.empty_like(full)
+    work = dist.all_to_all_single(received, full, group=group, async_op=True)
 
-    def add(self, i, gradient):
-        self.allocate_gradients()
-        self.view(i, self.gradients).add_(gradient)
-        self.missing.discard(i)
+    def wait():
+        work.wait()
+        torch.sum(received.view(-1, len(shard)), 0, out=shard)
 
-    def start_reduction(self):
-        """Start to sum the gradients over the ranks: whole in stage 0, else a shard on each, in its
-        place. Returns a function that waits for the sum."""
-        self.allocate_gradients()  # if no parameter of it got a gradient
-        if dist.get_world_size(self.group) == 1:
-            return lambda: None
-        full, options = self.gradients, {"group": self.group, "async_op": True}
-        if self.stage == 0:
-            return dist.all_reduce(full, **options).wait
-        if dist.get_backend(self.group) != "gloo":
-            return reduce_scatter_tensor(full[self.own_slice], full, **options).wait
-        # gloo's own sends twice as much: send each rank its shard, and add up what arrives
-        received = torch.empty_like(full)
-        work = dist.all_to_all_single(received, full, **options)
-
-        def wait():
-            work.wait()
-            torch.sum(received.view(self.ranks, -1), 0, out=full[self.own_slice])
-
-        return wait
-
-    def keep_shard(self):
-        """The sum is there. Stage 2 frees all but this rank's shard."""
-        if self.stage >= 2:
-            self.gradient_shard += self.gradients[self.own_slice]
-            self.gradients = None
-
-    def give_gradients(self):
-        """To the pieces: views of gradient_shard, or of its copy where the master is."""
-        gradient = self.gradient_shard.to(self.master, non_blocking=True)
-        for i, piece in enumerate(self.pieces):
-            piece.grad = self.part_of(i, gradient).view(piece.shape)
-
-    def start_update(self):
-        """The master has new values: start to bring them to all ranks."""
-        if self.master is not self.shard:
-            self.shard.copy_(self.master.to(self.shard.device, non_blocking=True))
-        if self.keeps_weights and self.ranks > 1:
-            self.start_gather()
-
-    def start_gather(self):
-        """All ranks' shards into `weights`. This rank's stays in its place."""
-        options = {"group": self.group, "async_op": True}
-        self.gathering = all_gather_into_tensor(self.weights, self.shard, **options)
+    return wait
 
 
 # --- many buckets, reduced while backward goes on
@@ -282,21 +291,17 @@ class ZeRO:
         self.model, self.group, self.stage, self.microbatches = model, group, stage, microbatches
         self.queue = []  # buckets that the running backward pass has yet to reduce, in this order
         self.reductions = []  # (bucket, wait): reductions on their way
-        # Of the gradients: "zero" after zero_grad(), "arriving" in a backward pass, "local" after
-        # it, "summed" after finish()
+        # Of the gradients: "arriving" in a backward pass, then "local"; "summed" after finish(),
+        # "zero" after zero_grad(). These three are for check_zero_call, mostly
         self.state = "summed"
-        # 1  The parameters are dealt out to buckets. New ones, views of these, take their places:
-        #    not by p.data, because p may be on the meta device
+        # 1  The parameters are dealt out to buckets, and get new ones, which are views of these.
+        #    (Not by p.data, because p may be on the meta device)
         self.buckets = []
         replacement = {}
         for parameters in group_parameters(model.parameters(), bucket_bytes, self.kind_of):
             bucket = self.make_bucket(parameters, **options)
             self.buckets.append(bucket)
             replacement.update(zip(parameters, bucket.parameters))
-        for module in model.modules():
-            for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
-                setattr(module, name, replacement[p])
-            module.register_load_state_dict_pre_hook(lambda *_: check_load_state_dict(self))
         # 2  The optimizer steps on this rank's pieces of parameters. Hooks take the gradients
         self.trained_buckets = [bucket for bucket in self.buckets if bucket.trainable]
         pieces = []
@@ -306,6 +311,11 @@ class ZeRO:
                 p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket, i))
         self.optimizer = make_optimizer(pieces)
         check_zero_arguments(self)
+        # 3  The new parameters take their places in the modules
+        for module in model.modules():
+            for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
+                setattr(module, name, replacement[p])
+            module.register_load_state_dict_pre_hook(lambda *_: check_load_state_dict(self))
 
     # --- a step
     #
@@ -553,11 +563,10 @@ def check_load_state_dict(zero):
 def check_zero_gradient(zero, bucket):
     if bucket not in zero.queue:
         raise RuntimeError(
-            "a gradient came after its bucket was reduced: there were more backward passes than"
-            f" microbatches={zero.microbatches}, no zero_grad(), or a unit of FSDP ran twice in a"
-            " forward, with others in between. In a pipeline take composition"
-            ".ZeROInPipeline(..., pipeline_stages={stage: module}) and Pipeline(..., around=zero"
-            ".around)"
+            "a gradient came after its bucket was reduced: more backward passes than"
+            f" microbatches={zero.microbatches}, or no zero_grad()? In FSDP: a unit ran twice in a"
+            " forward, with others in between. In a pipeline take composition.ZeROInPipeline(...,"
+            " pipeline_stages={stage: module}) and Pipeline(..., around=zero.around)"
         )
 
 
@@ -597,6 +606,7 @@ def demo(run):
         return fsdp.demo(run)
     group, hsdp = zero_flags.make_groups(run)
     model = run.meta_model()  # ZeRO fills it with weights, a bucket at a time
+    # value: draws p's initial weights. bucket_bytes, dtypes, offload: see ShardedBucket
     options = zero_flags.options(run, model, args.stage)
     options["make_optimizer"] = functools.partial(harness.make_optimizer, args=args)
     options["microbatches"] = args.microbatches

@@ -271,7 +271,7 @@ ORDERS = [
     (DDP, "run | drop_gradients finish", REPLACED),
     (STAGES, "run | zero_grad | finish |", r"no finish\(\)"),
     (STAGES, "run finish zero_grad | step | |", "all gradients are zero"),
-    (STAGES, "run finish | pass", "more backward passes than microbatches=2, no zero_grad"),
+    (STAGES, "run finish | pass", "more backward passes than microbatches=2, or no zero_grad"),
     *[(STAGES, f"break_off | {call}", "end the run") for call in ("zero_grad", "finish", "step")],
     (STAGES[:3], "run finish step | cast zero_grad", MOVED),
     (STAGES, "run finish step | move zero_grad", MOVED),
