@@ -23,10 +23,9 @@ Order     A pair is two threads, of which one runs at a time. Before a thread wa
           in the same order, and both threads can use the same groups. On a GPU both queue kernels
           on one stream, and nccl's messages run beside it.
 Sent      What the schedule sends without overlap, to the byte.
-Hidden    The waits in pairs, if the partner has enough work. On average over p ranks the share
-          1 - (5p - 1) / 4m of all waits is in pairs, with m micro-batches. For p = 4: m = 8 41%
-          (rank 0 31%, rank 3 50%), m = 16 70%. The exchange of the numbers of rows is not hidden,
-          because the host needs the numbers.
+Hidden    The waits in pairs, if the partner has enough work: 1 - (5p - 1) / 4m of all, on average
+          over p ranks with m micro-batches, 41% for p = 4 and m = 8, 70% for m = 16. Not the
+          exchange of the numbers of rows, which the host needs.
 Limits    Without experts nothing is hidden: take zb-v. A pair needs the temporary memory of a
           forward and a backward at once.
 
@@ -142,8 +141,9 @@ class MixedRow(Row):
 
 def dualpipev(rank, ranks, microbatches):
     """A rank's row of the schedule above, with the stages of zb_v. The phases are those of
-    DeepSeek's code, with what they give on rank 0 of 2 with 4 micro-batches. The pairs are in 4 and
-    5: a forward, and the backward after it. (PairedSchedule turns them round.)"""
+    DeepSeek's code (whose last rank runs its first pair one after the other), with what they give
+    on rank 0 of 2 with 4 micro-batches. The pairs are in 4 and 5: a forward, and the backward after
+    it. (PairedSchedule turns them round.)"""
     if microbatches < 2 * ranks:
         count = f"at least {2 * ranks} micro-batches, twice as many as ranks"
         raise ValueError(f"dualpipev needs {count}, not {microbatches}")
@@ -188,10 +188,9 @@ class PairedSchedule(Schedule):
         """A rank's actions in tuples of those that start together: one, or backward and forward."""
         steps = []
         for action in self[rank]:
-            previous = steps[-1][0] if steps and len(steps[-1]) == 1 else action
-            kinds = previous.kind, action.kind
-            if kinds == ("F", "B") and previous.stage != action.stage:
-                steps[-1] = action, previous  # the backward begins
+            before = steps[-1][0] if steps else action
+            if (before.kind, action.kind) == ("F", "B") and before.stage != action.stage:
+                steps[-1] = action, before  # the backward begins
             else:
                 steps.append((action,))
         return steps
@@ -223,20 +222,14 @@ class DualPipe(SplitPipeline):
         self.begin()
         losses = []
         for step in self.schedule.steps(dist.get_rank(self.links[0])):
-            calls = []
-            for action in step:
-                received = self.receive(action)
-                calls.append(functools.partial(self.compute, action, received))
-            with self.around(step[0]):
-                if len(step) == 2:
-                    results = self.turns.overlap(*calls)  # the backward, then the forward
-                else:
-                    results = [calls[0]()]
+            calls = [functools.partial(self.compute, a, self.receive(a)) for a in step]
+            with self.around(step[0]):  # a pair: the backward, then the forward
+                results = self.turns.overlap(*calls) if len(step) == 2 else [calls[0]()]
             for action, result in zip(step, results):
                 self.send(action, result)
                 if action.kind == "F" and action.stage == self.schedule.last:
                     losses.append(result)
-            del calls, received, results, result  # frees them while this rank waits
+            del calls, results, result  # frees them while this rank waits
         self.end()
         return losses
 

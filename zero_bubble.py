@@ -15,7 +15,9 @@ Split: backward of y = x A^T is two matmuls. dy is the gradient of y.
     W   dA = dy^T x    Nobody waits for it before the optimizer's step, so a rank computes it where
                        it would wait. Until then it keeps the pair (x, dy)
 
-Sent: what pipeline.py sends, and with two stages per rank twice as many messages. The schedules:
+Sent: what pipeline.py sends, and with two stages per rank twice as many messages.
+
+The schedules:
     zb-h1   1F1B's memory, a third of its bubble
     zb-h2   no bubble, nearly twice the memory. It pays only if steps overlap, see Limits
     zb-v    no bubble, 1F1B's memory, two stages per rank
@@ -107,12 +109,16 @@ def zb_h1(rank, ranks, microbatches, reach=1):
     return row
 
 
+zb_h2 = functools.partial(zb_h1, reach=2)
+
+
 def plain_zb_h1(stage, inputs, targets, loss_fn, like, down, up):
     """plain_pipeline with this row, for a stage whose linear layers are SplitLinears."""
     rank, ranks = dist.get_rank(down), dist.get_world_size(down)
     split = [layer for layer in stage.modules() if isinstance(layer, SplitLinear)]
 
-    def row():  # plain_pipeline takes I for its B. When it asks for more, the W in between run here
+    def row():  # for plain_pipeline, whose B is I. It has sent x.grad when it asks for the next
+        # kind: a W runs here, while that gradient travels
         for kind, _, _ in zb_h1(rank, ranks, len(inputs)):
             if kind != "W":
                 yield kind
@@ -165,9 +171,8 @@ class Deferred(TorchFunctionMode):
     weight that is computed, of all weights under autocast, and in addmm, matmul, bmm and
     nn.MultiheadAttention.
 
-    Set weight.used_twice = True if the stage also uses the weight outside F.linear, as a tied
-    embedding. Otherwise a part of its gradient comes in I and a part in W, and the hooks of DDP and
-    ZeRO expect one gradient."""
+    weight.used_twice = True leaves all of a weight's gradient to I: for a tied embedding under DDP
+    or ZeRO, whose hooks expect one gradient."""
 
     def __init__(self):
         super().__init__()
@@ -278,35 +283,31 @@ class SaveInput(torch.autograd.Function):
 def zb_v(rank, ranks, microbatches):
     """Rank r holds two stages: r, near the input, and 2 p - 1 - r, far from it. Of 3 ranks rank 0
     holds 0 and 5, rank 1 holds 1 and 4, rank 2 holds 2 and 3. The way through the ranks is a V with
-    both ends on rank 0. With 5 micro-batches; a quote marks the forward of a far stage. Of two (0,
-    as of two {0, the first is the far stage's:
+    both ends on rank 0. Its row with 5 micro-batches; a quote marks the far stage:
 
-        0 1 2 3 4'0(0{0'1(1{1'2(2{2(0{0'3(3{3(1{1'4(4{4(2{2(3{3(4{4
-        . 0 1 2'0 3'1(0{0'2(1{1 4(0{0'3(2{2(1{1'4(3{3(2(4(3{2(4{3{4{4
-        . . 0'0 1'1 2'2(0{0 3(0{0'3(1{1 4(1{1'4(2{2(2(3(3(4(4{2{3{4{3{4"""
+        F0 F1 F2 F3 F4 F0' I0' W0' F1' I1' W1' F2' I2' W2'
+        I0 W0 F3' I3' W3' I1 W1 F4' I4' W4'
+        I2 W2 I3 W3 I4 W4"""
     near, far, row = rank, 2 * ranks - 1 - rank, Row()
     # The plan needs 2 p - 1 micro-batches. With fewer, plan for that many, and drop the actions of
     # the extra ones at the end, on every rank
     padded = max(microbatches, 2 * ranks - 1)
-    # Fill, in row 0 up to "{2": forwards, until the first micro-batch is back from the last rank
+    # Fill, the first line: forwards, until the first micro-batch is back from the last rank
     row.add("F" * (2 * (ranks - rank) - 1), near)
     row.add("F", *[far, near] * rank)
     row.add("FIW" * (ranks - rank), far)
-    # Steady, in row 0 up to the first "{4": F I W of each side in turn
+    # Steady, the second line: both sides in turn
     while row.counts["F", far] < padded:
         if row.counts["F", near] < padded:
             row.add("F", near)
         row.add("IW", near)
         row.add("FIW", far)
-    # Drain: input gradients first, weights' where the rank would wait
+    # Drain, the third line: input gradients first, weights' where the rank would wait
     row.add("I", *[near, far] * rank)
     row.add("IW" * (ranks - rank), near)
     for stage in (far, near):
         row.add("W" * (padded - row.counts["W", stage]), stage)
     return [action for action in row if action.microbatch < microbatches]
-
-
-zb_h2 = functools.partial(zb_h1, reach=2)
 
 
 # --- demo ---
