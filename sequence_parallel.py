@@ -17,10 +17,10 @@ Sent        in forward                            in backward
 
 An all-reduce is a reduce-scatter and then an all-gather. In each a rank sends r = (t-1)/t of the
 tensor. So a block sends as much as in tensor parallelism: 8 r B T C e, at e bytes an element. The
-activations between the split layers shrink to 1/t: on 4 ranks a GPT-2 block holds 5.5 B T C
-elements, not 7. The layers behind f still hold its result (B, T, C) for the gradients of their
-weights. The paper drops it, and gathers it again in backward: tensor_overlap.py can do that, too (4
-B T C), and hides messages behind matmuls.
+activations between the split layers shrink to 1/t. A GPT-2 block holds 4 + 12/t times B T C
+elements in tensor parallelism, and 2 + 14/t here: the 2 are f's results, which the layers behind f
+hold for the gradients of their weights. The paper drops these, and gathers them again in backward,
+16/t: tensor_overlap.py can do that, too, and hides messages behind matmuls.
 
 Norms, positions and the biases after g (P numbers in all) see this rank's tokens only, so their
 gradients are partial sums: one all-reduce a step, 2 r P e bytes.

@@ -10,11 +10,15 @@ f's backward, which sends dx and waits. But dW and db don't need what f sends:
     here                   dx, its all-reduce starts, dW, db, wait
 
 So f and the layers behind it become one autograd function, because within one function we choose
-the order. With H outputs in all, dW takes 2 B T C H/t operations, and the message sends 2 r B T C e
-bytes (half of that with --sp). So it is hidden where H / (t r e) is above the operations that a
-device computes while it sends a byte: 890 for H100s with 400 TFLOP/s and 450 GB/s, so from H =
-12,500 on if t = 8 in 16 bits. g's messages, and all in forward, are still waited for. On CPUs the
-demo shows that the order is right, not that it is faster.
+the order. With H outputs of all layers behind f, before the cut:
+
+    dW         2 B T C H/t operations
+    message    2 r B T C e bytes, half with --sp
+    hidden if  H > t r e x (operations a second) / (bytes a second). H100s with 400 TFLOP/s and
+               450 GB/s, t = 8, 16 bits: H > 12,500
+
+g's messages, and all in forward, are still waited for. The demo shows that the gradients are right;
+that a message is hidden only a profiler on GPUs shows.
 
 With sequence parallelism f is an all-gather, and its backward a reduce-scatter:
 
@@ -22,7 +26,7 @@ With sequence parallelism f is an all-gather, and its backward a reduce-scatter:
     --gather-again    x's all-gather starts, dx, its reduce-scatter starts, wait for x, dW, db, wait
 
 --gather-again is the paper's own form (Korthikanti et al. 2022): hold this rank's T/t tokens of x
-until backward, instead of all T. It sends a quarter more.
+until backward, instead of all T. A block sends 10 r B T C e bytes, not 8.
 
     torchrun --nproc_per_node=4 tensor_overlap.py
     python tensor_overlap.py --sp --gather-again --nproc 2
@@ -49,9 +53,7 @@ class EnterLinear(torch.autograd.Function):
     """F.linear(f(x), weight, bias), with weight and bias a shard: x (B, T, C) -> (B, T, out / t).
 
     # in a ColumnParallelLinear's forward, without an Enter before it:
-    return EnterLinear.apply(x, self.weight, self.bias, group)
-
-    Not under autocast: see EnterAndProject."""
+    return EnterLinear.apply(x, self.weight, self.bias, group)"""
 
     @staticmethod
     def forward(ctx, x, weight, bias, group):
@@ -63,9 +65,9 @@ class EnterLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        dx = dy @ weight  # this rank's part of the sum
+        dx = dy @ weight.to(dy.dtype)  # this rank's part of the sum. (F.linear's cast, in autocast)
         message = dist.all_reduce(dx, group=ctx.group, async_op=True)
-        x, dy = x.flatten(0, -2), dy.flatten(0, -2)  # (B T, ...)
+        x, dy = x.flatten(0, -2).to(dy.dtype), dy.flatten(0, -2)  # (B T, ...)
         dw = dy.T @ x
         db = dy.sum(0) if ctx.needs_input_grad[2] else None  # without a bias
         message.wait()

@@ -4,8 +4,10 @@ test_copied.py, test_layouts.py."""
 import dataclasses
 from contextlib import nullcontext
 
+import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from reference import CONFIGS, batch, cuts_of, piece, train_rank
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,7 +28,13 @@ def build(config, group, parallelize=tp.parallelize_tensors):
     return initialize.fill(model, 7, dtype=torch.float64, take=harness.take)
 
 
-def test_the_plain_mlp_equals_one_process(ranks):
+def overlapped(x, up, down, group):
+    hidden = F.gelu(tensor_overlap.EnterLinear.apply(x, up, None, group))
+    return tp.ReduceFromGroup.apply(F.linear(hidden, down), group)
+
+
+@pytest.mark.parametrize("mlp", [tp.plain_mlp, overlapped])
+def test_the_plain_mlp_equals_one_process(ranks, mlp):
     def work(rank):
         torch.manual_seed(0)
         x, up, down = (torch.randn(*shape).double() for shape in ((2, 3), (6, 3), (3, 6)))
@@ -34,7 +42,7 @@ def test_the_plain_mlp_equals_one_process(ranks):
         for n, i, group in ((3, rank, None), (1, 0, dist.new_subgroups(1)[0])):
             pieces = x, up.tensor_split(n)[i], down.tensor_split(n, 1)[i]
             leaves = [piece.clone().requires_grad_() for piece in pieces]
-            y = tp.plain_mlp(*leaves, group)
+            y = mlp(*leaves, group)
             y.square().sum().backward()
             results.append([y.detach(), *(leaf.grad for leaf in leaves)])
         ours, (y, dx, dup, ddown) = results
