@@ -142,6 +142,31 @@ def is_within(inner, outer):
     return ranks.issubset(dist.get_process_group_ranks(outer))
 
 
+# --- the same norm of parts of gradients, and with a pipeline
+
+
+def norm_of_parts(parts, groups, device, pipeline_group=None):
+    """norm_in_grid, but a data-parallel rank has a shard of each gradient, stages have the others,
+    and it takes few kernels. parts: [(parameter, what this rank has of its gradient, into how many
+    shards it is split)]."""
+    check_grid([p for p, _, _ in parts], groups)
+    gradients = {}  # {number of ranks that have the same part: gradients}
+    for p, gradient, shards in parts:
+        copies = count_ranks(groups) / count_ranks(groups_cutting(p)) / shards
+        for group in placed(p, "partial", ()):
+            if is_within(group, pipeline_group):  # a tied matrix: two stages have its sum
+                copies *= dist.get_world_size(group)
+        gradients.setdefault(copies, []).append(gradient)
+    square = torch.zeros((), dtype=torch.float64, device=device)
+    for copies, equal in gradients.items():
+        norms = torch.stack(torch._foreach_norm(equal, dtype=torch.float64))
+        square += norms.square().sum() / copies
+    for group in groups if pipeline_group is None else [*groups, pipeline_group]:
+        if dist.get_world_size(group) > 1:
+            dist.all_reduce(square, group=group)
+    return square.sqrt()
+
+
 # --- ZeRO and FSDP in a grid. Each class overrides some of ZeRO's methods and calls super():
 #
 #                       InPipeline, at the end      InGrid                        ZeRO
@@ -214,28 +239,6 @@ class InGrid:
                 parts.append((p, bucket.part_of(i, bucket.gradient_shard), bucket.ranks))
         device = next(self.model.parameters()).device  # a frozen stage has no part
         return norm_of_parts(parts, [self.group, *groups], device, pipeline_group)
-
-
-def norm_of_parts(parts, groups, device, pipeline_group=None):
-    """norm_in_grid, but a data-parallel rank has a shard of each gradient, stages have the others,
-    and it takes few kernels. parts: [(parameter, what this rank has of its gradient, into how many
-    shards it is split)]."""
-    check_grid([p for p, _, _ in parts], groups)
-    gradients = {}  # {number of ranks that have the same part: gradients}
-    for p, gradient, shards in parts:
-        copies = count_ranks(groups) / count_ranks(groups_cutting(p)) / shards
-        for group in placed(p, "partial", ()):
-            if is_within(group, pipeline_group):  # a tied matrix: two stages have its sum
-                copies *= dist.get_world_size(group)
-        gradients.setdefault(copies, []).append(gradient)
-    square = torch.zeros((), dtype=torch.float64, device=device)
-    for copies, equal in gradients.items():
-        norms = torch.stack(torch._foreach_norm(equal, dtype=torch.float64))
-        square += norms.square().sum() / copies
-    for group in groups if pipeline_group is None else [*groups, pipeline_group]:
-        if dist.get_world_size(group) > 1:
-            dist.all_reduce(square, group=group)
-    return square.sqrt()
 
 
 class ComposedZeRO(InGrid, ZeRO):

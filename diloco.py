@@ -14,17 +14,20 @@ Outer     With H = 1 and SGD inside, the outer gradient is the learning rate tim
           With an outer rate of 1 and no momentum that is data parallelism, if all islands have as
           many targets.
 Sent      Every H steps an outer gradient of P elements. `outer_step` all-reduces it: 1/H of what
-          ddp.py sends in float32. DiLoCo all-gathers it, because an all-reduce can't add up 4-bit
-          integers: (N-1) P b / 8 bytes a rank, with b bits an element. From 64 / b islands on, 16
-          at 4 bits, that is more than outer_step sends. Options:
+          ddp.py sends in float32. DiLoCo all-gathers it, because integers with different scales
+          can't be added up on the way: (N-1) P b / 8 bytes with N islands and b bits an element.
+          That is N b / 64 times as much: with 4 bits less up to 15 islands, in float32, the
+          default, never. Options:
 
-          --stream K        K parts of the model take turns: the largest message is 1/K as large
+          --stream K        K parts of the model take turns: the largest message is about 1/K as
+                            large, or one embedding
           --stream-delay D  D more inner steps hide a message. The island then goes on from the mean
                             of the outer weights and its own
           --outer-bits B    16: bfloat16; 8, 4: integers, with a scale per block of 128. What
                             rounding leaves out is added to the next message (error feedback)
 Limits    An island also holds old weights, outer momentum, rounding error, N messages. Buffers and
-          inner optimizers' states are not averaged. For fast links: ddp.py (docs/learn/diloco.md).
+          inner optimizers' states are not averaged. A checkpoint needs `steps`, and of each part
+          old, outer, rounding_error, sent_at. For fast links: ddp.py (docs/learn/diloco.md).
 
     torchrun --nproc_per_node=4 diloco.py      python diloco.py --sync-every 10 --outer-bits 4
 
@@ -51,7 +54,8 @@ def outer_step(parameters, old, outer, group):
             if step % every == 0:                                # every = H
                 outer_step(model.parameters(), old, outer, group)
 
-    Not checked: that the islands start equal (DiLoCo checks it), and count their steps alike."""
+    Not checked: that the islands start equal (DiLoCo checks it), and count their steps alike. After
+    a number of steps that `every` does not divide they are left different."""
     pairs = list(zip(old, parameters))
     for old_p, p in pairs:
         old_p.grad = old_p - p.detach()  # SGD subtracts it: a step from old towards p
@@ -123,7 +127,7 @@ class DiLoCo:
             if self.steps > part.sent_at:  # it has moved since
                 self._send(part)
                 self._average(part)
-            part.restart(keep=0)  # with a delay the island kept half of its own way
+            part.restart(keep=0)  # after a delay _average has mixed in half of its own
 
     def _send(self, part):
         # The header lets check_agreement refuse islands that have drifted apart
@@ -165,7 +169,7 @@ class Part:
 
     def message(self):
         """This island's outer gradient as bytes."""
-        # From old as restart() has put it into p, in p's dtype: that rounding is no movement
+        # p started from old rounded to p's dtype: so measure from there. That rounding is no way
         moved = [(old.to(p.dtype) - p.to(old.dtype)).flatten() for p, old in self.pairs]
         outer_gradient = torch.cat(moved)
         if self.bits is None:

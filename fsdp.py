@@ -9,16 +9,17 @@
 Split     A unit is by default a block, the embedding or the head. Its parameters are one flat
           tensor, of which a rank holds 1/N: its shard. So it is with gradients and Adam's states.
 Sent      Per micro-batch a unit's weights are gathered twice, for forward and backward (the last
-          unit's once: they stay), its gradients reduce-scattered once: each r P e bytes for P
-          parameters of e bytes, r = (N-1)/N. About 3 m r P e in m micro-batches. DDP sends 2 r P e.
+          unit's once, in full: they stay), its gradients reduce-scattered once: each r P e bytes
+          for P parameters of e bytes, r = (N-1)/N. About 3 m r P e in m micro-batches. DDP sends
+          2 r P e.
 Backward  Autograd's, unchanged. It saves views of the weights. The memory under them is freed (the
           storage is resized to 0), and filled again before backward reads it.
 Use       Where the weights don't fit, and a micro-batch has thousands of tokens: a gather hides
           behind long matmuls only (docs/learn/fsdp.md).
 Limits    A unit runs once per forward, or it is an error. Ranks run the same units in one order, or
           they hang or gather the wrong weights.
-Copy      The top of zero.py as well: FSDP is a ZeRO whose weights come and go. composition.py has
-          HSDP.
+Copy      PlainFSDP alone, or with the top of zero.py all: FSDP is a ZeRO whose weights come and go.
+          composition.py has HSDP.
 
     torchrun --nproc_per_node=4 fsdp.py                         python fsdp.py --keep-gathered
 
@@ -51,9 +52,9 @@ class PlainFSDP:
 
     Before: all ranks have equal weights, in one dtype, on their device. Each parameter is in
     exactly one unit (untie the head): in none it gets no sum and no step. A unit returns one
-    tensor, and each of its parameters gets a gradient in every backward pass. Save the shards, not
-    model.state_dict(): its weights have no memory. Don't call clip_grad_norm_: it sees one rank's
-    shards, and each rank would scale by another factor."""
+    tensor, and each of its parameters gets a gradient in every backward pass; several passes before
+    a step add up. Save the shards, not model.state_dict(): its weights have no memory. Don't call
+    clip_grad_norm_: it sees one rank's shards, and each rank would scale by another factor."""
 
     def __init__(self, module, group):
         self.group, self.parameters = group, list(module.parameters())
@@ -169,9 +170,9 @@ class FSDP(ZeRO):
             fsdp.clip(fsdp.grad_norm(), 1.0)           # clip_grad_norm_ finds no p.grad
             fsdp.step()                                # a scheduler goes on fsdp.optimizer
 
-    A unit's parameters have memory inside its forward only: reading them elsewhere ends the process
-    with a segmentation fault (gather_full has copies). Those in no unit: as in stage 2. The last
-    unit must get a gradient on all ranks or on none: else they wait for ever."""
+    A unit's parameters have memory inside its forward and backward only: reading them elsewhere
+    ends the process with a segmentation fault (gather_full has copies). Those in no unit: as in
+    stage 2. The last unit must get a gradient on all ranks or on none: else they wait for ever."""
 
     def __init__(
         self,
@@ -240,9 +241,8 @@ class FSDP(ZeRO):
             # Backward is in the reverse order of forward: the unit that ran before is done
             done = self.unit_in_backward
             done.release()
-            # Also where this rank got no gradient: all ranks call collectives in one order. (But
-            # the last unit must get one, which begins the pass.) A tied matrix is complete after
-            # the first of its two units, the embedding
+            # Reduce it even without a gradient here: on another rank it may have got one. A tied
+            # matrix is complete after the first of its two units, the embedding
             self._reduce_ready(anyway=[b for b in done.buckets if b.units[0] is done])
         self.unit_in_backward = unit
         self._enter(unit, unit.previous)
@@ -258,7 +258,7 @@ class FSDP(ZeRO):
         unit.gather()
         await_weights(unit.buckets)
         if likely_next is not None:
-            likely_next.gather()
+            likely_next.gather()  # before this unit's matmuls are queued: it travels beside them
         self.held = [u for u in (unit, likely_next) if u]
 
     def release_all(self):

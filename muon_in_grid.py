@@ -1,12 +1,11 @@
 """Muon in a grid of ranks: beside tensor parallelism, experts or a pipeline.
 
-    column tp 0   rank 0 owns A's left half   --+               --> iterates on A, keeps the left
-                                                +-- all-gather
-    column tp 1   rank 1 owns A's right half  --+               --> iterates on A, keeps the right
+                tp 0                       tp 1
+    dp 0   rank 0: A's left half  <--->  rank 1: A's right half    each gathers the whole matrix,
+    dp 1   rank 2: B's left half  <--->  rank 3: B's right half    iterates on it, keeps its half
 
-Muon needs the whole matrix, but tensor parallelism has cut it. In each column one rank owns that
-column's shard, as in muon.py. The owners of one matrix are in one row: here those of A in dp 0,
-those of another one in dp 1.
+Muon needs the whole matrix, but tensor parallelism has cut it. As in muon.py one rank of each
+column owns that column's shard of a matrix. The owners of one matrix are in one row.
 
 Sent      Beside what muon.py sends: (t-1) shards of each cut matrix that a rank owns, t tp ranks.
 Computed  t owners iterate on the same matrix. An all-to-all in place of the all-gather, and one
@@ -14,7 +13,7 @@ Computed  t owners iterate on the same matrix. An all-to-all in place of the all
 Cuts      Only a cut through matrices needs the all-gather. A rank's heads of q, k and v are whole
           matrices, and so are its experts.
 Norm      As in composition.py.
-Copy      The tops of muon.py, composition.py, zero.py and fsdp.py, too.
+Copy      The top of muon.py, and composition.py's up to its classes.
 
     torchrun --nproc_per_node=4 muon_in_grid.py --tp 2     python train.py --tp 2 --optimizer muon
 
@@ -29,15 +28,16 @@ import torch.distributed as dist
 from composition import check_data_group, groups_cutting, norm_of_parts, placed
 from muon import Muon, OwnedBucket, PlainMuon, deal_to_owners, flops
 
-# --- the plainest form: tensor parallelism alone
+# --- the plainest form: gather the shards, iterate on the whole, keep your part
 
 
 class ShardedMuon(PlainMuon):
     """PlainMuon for shards of matrices. All ranks that share a matrix gather the direction, iterate
     on the whole, and keep their part.
 
-        # after tensor_parallel.py has cut the model
-        optimizer = ShardedMuon(matrices, lr=1e-3)
+        optimizer = ShardedMuon(matrices, lr=1e-3)  # after tensor_parallel.py has cut the model
+        optimizer.step()                            # tensor parallelism alone
+        step_by_owner(optimizer, adamw, dp)         # or in a grid; dp: a column. muon.py has it
 
     The rest as with PlainMuon."""
 
@@ -51,9 +51,9 @@ class ShardedMuon(PlainMuon):
         # Without the padding of the last shards, so that the scale is that of the true shape
         whole = torch.cat(shards, dim).narrow(dim, 0, p.placement["shape"][dim])
         update = super().update_of(whole, p, dtype).narrow(dim, start, length)
-        padded = torch.zeros_like(p)
-        padded.narrow(dim, 0, length).copy_(update)
-        return padded
+        part = torch.zeros_like(p)  # padded again
+        part.narrow(dim, 0, length).copy_(update)
+        return part
 
     def cuts_within(self, p):
         """[(dimension, cut)] of the cuts that go through p's matrices. A cut between matrices, such
@@ -97,7 +97,6 @@ class ComposedMuon(Muon):
 
     def kind_of(self, p):
         partial = tuple(placed(p, "partial", ()))
-        check_data_group(p, placed(p, "data", self.group))
         return *super().kind_of(p), placed(p, "data", self.group), partial, *groups_cutting(p)
 
     def owners_of(self, matrices):
@@ -113,6 +112,7 @@ class ComposedMuon(Muon):
 
     def make_bucket(self, parameters, owner):
         data_group = placed(parameters[0], "data", self.group)
+        check_data_group(parameters[0], data_group)
         grads_per_step = self.microbatches * sum(self.uses[p] for p in parameters)
         return OwnedBucket(parameters, owner, data_group, grads_per_step)
 
@@ -126,10 +126,10 @@ class ComposedMuon(Muon):
                     dist.all_reduce(bucket.own_gradient, group=group)
 
     def grad_norm(self, groups=(), pipeline_group=None):
-        """groups: those of the grid beside Muon's own, as [tp]. Else as norm_in_grid."""
+        """groups: those of the grid beside Muon's own, as [tp]. pipeline_group: as InGrid's."""
         self.finish()
         parts = []
-        for bucket in self.buckets:  # of parameters that are cut alike
+        for bucket in self.buckets:  # of parameters that are cut alike. One rank has each element
             shards = dist.get_world_size(bucket.group)
             parts.append((bucket.parameters[0], bucket.own_gradient, shards))
         device = next(self.model.parameters()).device

@@ -247,7 +247,7 @@ def data_parallel(run, model, groups):
         bucket_bytes = int(args.bucket_mb * 2**20)
         # uses() lists a tied matrix twice if this rank has both ends: it gets two gradients
         sync = ddp.DDP(model.uses(), dp, args.microbatches, bucket_bytes, all_reduce=all_reduce)
-        return DDPAndOptimizer(sync, harness.make_optimizer(model.parameters(), args))
+        return DDPAndOptimizer(sync, harness.make_optimizer(model.parameters(), args), dp)
 
     options = dict(
         make_optimizer=functools.partial(harness.make_optimizer, args=args),
@@ -269,8 +269,8 @@ def data_parallel(run, model, groups):
 class DDPAndOptimizer:
     """DDP and an optimizer of torch's, as one object with the methods that train_step calls."""
 
-    def __init__(self, sync, optimizer):
-        self.sync, self.optimizer = sync, optimizer
+    def __init__(self, sync, optimizer, group):
+        self.sync, self.optimizer, self.group = sync, optimizer, group
         self.param_groups = optimizer.param_groups  # for learning rates
 
     def zero_grad(self):  # starts a step: from here on backward passes start sums
@@ -280,7 +280,9 @@ class DDPAndOptimizer:
         self.sync.finish()
 
     def grad_norm(self, groups, pipeline_group):  # of the whole gradient, the same on all ranks
-        return harness.grad_norm(self.sync.parameters, [pipeline_group])
+        parts = [(p, p.grad, 1) for p in self.sync.parameters if p.grad is not None]
+        device = self.sync.parameters[0].device
+        return composition.norm_of_parts(parts, [self.group, *groups], device, pipeline_group)
 
     def clip(self, norm, limit):
         harness.clip(self.sync.parameters, norm, limit)

@@ -20,7 +20,8 @@ def expected(sizes, group, copies=None, scalars=1, by_torch=True):
     torch.distributed sums the gradients; the messages of another all-reduce have no formula."""
     own = sizes.parameters()
     common = own if copies is None else sizes.parameters(experts=0)
-    sent = summed(group, scalars * SCALAR, "the loss, 8 bytes")
+    text = "the loss and the norm, 8 bytes each" if scalars == 2 else "the loss, 8 bytes"
+    sent = summed(group, scalars * SCALAR, text)
     if by_torch:
         sent = add(summed(group, common * sizes.reduced, "2 r P e"), sent)
     else:

@@ -61,13 +61,10 @@ def of_run(runner, find_plan=None):
     sizes = sizes_of(args, config, args.dp, length=length, experts=experts, **own)
     one_dtype = args.dtype == args.param_dtype == args.reduce_dtype
     uses_zero = args.zero > 0 or args.offload or not one_dtype
-    by_ddp = not uses_zero and args.optimizer != "muon"
-    # The squared norm is summed over the grid that cuts parameters: with DDP over experts' ranks
-    by_experts = by_ddp and (args.ep > args.tp if args.fold_experts else args.ep > 1)
     tables = []
     if args.ep > 1:
         rows, chunks = runner.expert_rows.measured, args.expert_chunks
-        tables.append(expert_parallel.expected(sizes, groups["ep"], rows, chunks, by_experts))
+        tables.append(expert_parallel.expected(sizes, groups["ep"], rows, chunks))
         if args.schedule == "dualpipev" and args.zero < 3:
             passes = pipeline.stage_layers(config, schedule.last + 1), chunks, sizes.forwards
             notes += dualpipe.notes(runner.expert_rows, schedule, rank, *passes)
@@ -79,12 +76,11 @@ def of_run(runner, find_plan=None):
             batches = runner.batches(run.measured)
             used = context_parallel.tokens_used(find_plan, batches, args, *where)
         tables.append(context_parallel.expected(sizes, groups["cp"], *kind, used))
-    norms = 0 if by_experts and args.fold_experts else 1
     if args.sp:
-        options = groups["tp"], scatter, norms, not uses_zero
+        options = groups["tp"], scatter, 1, not uses_zero
         tables.append(sequence_parallel.expected(sizes, *options))
     else:
-        tables.append(tensor_parallel.expected(sizes, groups["tp"], norms))
+        tables.append(tensor_parallel.expected(sizes, groups["tp"], 1))
     messages = pipeline.boundaries(schedule, rank)
     tied = None if uses_zero else groups.get("tied")
     tables.append(pipeline.expected(sizes, groups["pp"], messages, tied))
@@ -94,7 +90,7 @@ def of_run(runner, find_plan=None):
     elif uses_zero:
         tables.append(of_zero(args, sizes, schedule[rank], groups, scatter))
     else:
-        tables.append(ddp.expected(sizes, groups["dp"], groups.get("copies")))
+        tables.append(ddp.expected(sizes, groups["dp"], groups.get("copies"), scalars=2))
     _, held = tables[-1]  # only these split weights, gradients and states further
     return layout(args), add(*(sent for sent, _ in tables)), held, notes
 

@@ -93,6 +93,7 @@ moe-top-1 --tp 2 --sp --dp 2 --ep 4 --fold-experts --zero 1 --expert-chunks 2 --
 moe-gpt2  --tp 4 --sp --ep 2 --fold-experts --zero 2 --microbatches 3 --recompute selective
 moe       --tp 2 --sp --cp 2 --pp 2 --ep 4 --fold-experts --zero 3 --microbatches 2 SHALLOW
 docs-moe  --tp 2 --sp --cp 2 --ep 4 --fold-experts
+moe-gpt2  --tp 2 --sp --dp 3 --ep 3 --fold-experts
 muon-moe  --tp 2 --sp --dp 2 --ep 2 --fold-experts --layers 2
 grouped   --cp 4 --cp-kind ulysses --recompute half
 dropout-grouped --cp 4 --cp-kind ring-ulysses --microbatches 2 --recompute block
@@ -354,14 +355,14 @@ copies not summed: composition:InGrid.shard_is_summed
 no rank adds to a shard: zero:ShardedBucket.start_reduction
     if dist.get_world_size(self.group) == 1: -> if True:
     sgd --dp 2 --zero 1 -> step 1, backward ->
-norm counts copies: harness:grad_norm
-    count(grid) / count(cut_over) -> 1
+norm counts copies: composition:norm_of_parts
+    count_ranks(groups) / count_ranks(groups_cutting(p)) -> 1
     gpt2 --tp 2 -> step 1, the norm -> times the right one
-norm counts experts on each rank: harness:grad_norm
-    / count(cut_over) ->
+norm counts experts on each rank: composition:norm_of_parts
+    / count_ranks(groups_cutting(p)) -> / 1
     moe-gpt2 --tp 2 --sp --ep 2 --fold-experts -> step 1, the norm ->
-norm is local: harness:grad_norm
-    sum_over([*grid, *groups], total) -> sum_over(grid, total)
+norm is local: composition:norm_of_parts
+    if pipeline_group is None else [*groups, pipeline_group] ->
     sgd --pp 2 -> step 1, the norm -> times the right one
 first piece on every rank: tensor_parallel:span
     start = min(index * width, size) -> start = 0
