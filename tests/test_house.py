@@ -56,7 +56,7 @@ CEILINGS = {
     "trainer": 2235,
     "simulator": 1973,
     "exercises": 300,
-    "tests": 12421,
+    "tests": 12420,
     "benchmarks": 2511,
 }
 DEMO = "# --- demo ---"

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from test_layouts import VARIANTS, arguments, run_layout
 
+import composition
 import harness
 from harness import initialize
 from proof import compare, differences, recorder
@@ -110,18 +111,16 @@ def test_a_skipped_step_counts_once(ranks, text, tmp_path):
     """A step that is run again, in search of a NaN, adds nothing to the recorded outputs."""
 
     def second_norm_is_nan():
-        right, calls = harness.grad_norm, []
+        right, calls = composition.norm_of_parts, []
 
         def wrong(*args):
             calls.append(None)
             return right(*args) * (float("nan") if len(calls) == 2 else 1.0)
 
-        harness.grad_norm = wrong
+        composition.norm_of_parts = wrong
 
-    flags = (
-        f"--layers 2 --steps 3 --prove 0 --skip-nan 1 --lr 1e-6 --min-lr 1e-6 --record {tmp_path}"
-    )
-    ranks(1, run_layout, arguments(text, flags), second_norm_is_nan)
+    flags = "--layers 2 --steps 3 --prove 0 --skip-nan 1 --lr 1e-6 --min-lr 1e-6"
+    ranks(1, run_layout, arguments(text, f"{flags} --record {tmp_path}"), second_norm_is_nan)
     _, first, second, third, last = lines_of(tmp_path)
     assert second["data"] != first["data"] and second["data"] == third["data"] != last["data"]
     for line in (second, third):
