@@ -10,14 +10,10 @@ its outer gradient, old weights - new weights: no derivative, but minus what it 
 islands average these, and an outer optimizer, SGD with Nesterov momentum, takes one step from the
 old weights.
 
-Outer     With H = 1 and SGD inside, the outer gradient is the learning rate times the gradient.
-          With an outer rate of 1 and no momentum that is data parallelism, if all islands have as
-          many targets.
 Sent      Every H steps an outer gradient of P elements. `outer_step` all-reduces it: 1/H of what
           ddp.py sends in float32. DiLoCo all-gathers it, because integers with different scales
-          can't be added up on the way: (N-1) P b / 8 bytes with N islands and b bits an element.
-          That is N b / 64 times as much: with 4 bits less up to 15 islands, in float32, the
-          default, never. Options:
+          can't be added up on the way: (N-1) P b / 8 bytes with N islands and b bits an element,
+          N b / 64 times as much. In float32, the default, that is never less. Options:
 
           --stream K        K parts of the model take turns: the largest message is about 1/K as
                             large, or one embedding
@@ -169,7 +165,7 @@ class Part:
 
     def message(self):
         """This island's outer gradient as bytes."""
-        # p started from old rounded to p's dtype: so measure from there. That rounding is no way
+        # p started from old rounded to p's dtype. Measured from there: rounding is no movement
         moved = [(old.to(p.dtype) - p.to(old.dtype)).flatten() for p, old in self.pairs]
         outer_gradient = torch.cat(moved)
         if self.bits is None:

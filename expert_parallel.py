@@ -20,13 +20,10 @@ tokens make k n rows of C elements; an element has e bytes. r = (N-1)/N of the r
 if routing is even: 4 r k n C e bytes per layer and micro-batch, and 8 r E bytes of counts.
 Once a step: 2 r P e, to all-reduce the P other parameters.
 
-Backward: each row's gradient goes back the way the row came. An expert sees all rows of the batch
-that chose it, so its gradient needs no all-reduce. For the right scale each rank divides its loss
-by the number of tokens of all ranks. The gradients of all other parameters, the router's too, are
-all-reduced.
-Not worth it where each rank can hold all experts, and has many tokens: E whole experts of hidden
-width H, on every rank, would send 4 r E H C e a step in place of the rows, which is less if a rank
-has more than E H / k tokens a step (docs/learn/experts.md).
+Backward: each row's gradient goes back the way the row came. An expert sees all rows that chose it,
+so its gradient needs no all-reduce. Each rank divides its loss by the number of tokens of all.
+Limits: experts of hidden width H that are whole on every rank send 4 r E H C e a step in place of
+the rows. That is less if a rank has more than E H / k tokens a step (docs/learn/experts.md).
 
     torchrun --nproc_per_node=4 expert_parallel.py      python expert_parallel.py --experts 5
 

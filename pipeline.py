@@ -145,7 +145,7 @@ class Row(list):
 
 
 def gpipe(rank, ranks, microbatches):
-    """A stage per rank. Rank 0 of any:  F0 F1 F2 B0 B1 B2"""
+    """A stage per rank, all with the same row: F0 F1 F2 B0 B1 B2"""
     return Row(gpipe_row(rank, ranks, microbatches), rank)
 
 

@@ -9,23 +9,20 @@ itself. So here a rank does it for T/t consecutive tokens, and stores those only
         | (B,T/t,C)     (B,T,C)     (B,T,H/t)      (B,T,C) partial   (B,T/t,C)             |
         +----------------------------------------------------------------------------------+
 
-The embedding's g leaves the split tokens, and the head's f gathers them for the logits.
-
 Sent        in forward                            in backward
     f       all-gather of the tokens              reduce-scatter of their gradients
     g       reduce-scatter of the partial sums    all-gather of the gradients
 
 An all-reduce is a reduce-scatter and then an all-gather. In each a rank sends r = (t-1)/t of the
 tensor. So a block sends as much as in tensor parallelism: 8 r B T C e, at e bytes an element. The
-activations between the split layers shrink to 1/t. A GPT-2 block holds 4 + 12/t times B T C
-elements in tensor parallelism, and 2 + 14/t here: the 2 are f's results, which the layers behind f
-hold for the gradients of their weights. The paper drops these, and gathers them again in backward,
-16/t: tensor_overlap.py can do that, too, and hides messages behind matmuls.
+embedding's g leaves the split tokens, the head's f gathers them. t must divide T.
+
+A GPT-2 block holds 4 + 12/t times B T C elements in tensor parallelism, and 2 + 14/t here: the 2
+are f's results, which the layers behind f hold for their weights' gradients. The paper gathers them
+again in backward, 16/t: tensor_overlap.py can, too, and hides messages behind matmuls.
 
 Norms, positions and the biases after g (P numbers in all) see this rank's tokens only, so their
 gradients are partial sums: one all-reduce a step, 2 r P e bytes.
-
-t must divide T.
 
     torchrun --nproc_per_node=4 sequence_parallel.py
     python sequence_parallel.py --family llama --nproc 2

@@ -15,18 +15,15 @@ Split: backward of y = x A^T is two matmuls. dy is the gradient of y.
     W   dA = dy^T x    Nobody waits for it before the optimizer's step, so a rank computes it where
                        it would wait. Until then it keeps the pair (x, dy)
 
-Sent: what pipeline.py sends, and with two stages per rank twice as many messages.
-
-The schedules:
+Sent: what pipeline.py sends. The schedules (docs/learn/pipelines.md compares them):
     zb-h1   1F1B's memory, a third of its bubble
-    zb-h2   no bubble, nearly twice the memory. It pays only if steps overlap, see Limits
-    zb-v    no bubble, 1F1B's memory, two stages per rank
+    zb-h2   no bubble, nearly twice the memory
+    zb-v    no bubble, 1F1B's memory; two stages per rank, so twice as many messages
 
 Limits: the pairs take memory. "No bubble" (with F = I = W and at least 2 p - 1 micro-batches) is
-between a rank's first action and its last. The waits before and after are gone only if a rank
-begins the next step while others still work: not with clipping, whose norm waits for all. Not for a
-stage that torch.compile compiles. Under torch.autocast nothing is deferred: cast the weights
-instead. docs/learn/pipelines.md compares the schedules.
+between a rank's first action and its last. The waits before and after are gone, and zb-h2 pays,
+only if a rank begins the next step while others work: not with clipping, whose norm waits for all.
+Not for a compiled stage. Under torch.autocast nothing is deferred: cast the weights instead.
 
     torchrun --nproc_per_node=4 zero_bubble.py --layers 8       python zero_bubble.py --compare
 
