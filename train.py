@@ -22,8 +22,8 @@ layout has the same loss curve, to rounding; only islands have their own. The fi
 compared with one process (--prove). docs/use/choose.md says which layout to take. Without torchrun
 train.py starts the processes itself.
 
-To copy: `mesh`, the order of the calls in `build`, and `train_step` without start_check,
-skip_where, end_check and record. The rest needs this project's `run`.
+To copy: `mesh`, the order of the calls in `build`, and `train_step` without its check. The rest
+needs this project's `run`.
 
     torchrun --nproc_per_node=8 train.py --dp 2 --tp 2 --pp 2
     python train.py --dp 2 --cp 2 --tp 2 --pp 2 --ep 4 --experts 8 --sp --zero 1
@@ -61,7 +61,6 @@ import zero
 from harness import initialize, zero_flags
 from simulator import command
 from trainer import islands, layout, pretrained, recording, sampling, saving, tracking, validation
-from trainer.faults import first_nonfinite, skip_where
 from trainer.large_vocabulary import lean_head
 from trainer.layout import cp_shape, open_groups, prepare, schedule_of
 from trainer.runner import Runner
@@ -71,7 +70,7 @@ def train(run, schedule=None):
     """Train on this rank, and return the exit code. A dry run passes a schedule of its own."""
     args = run.args
     schedule = schedule or schedule_of(args)
-    groups = mesh(args, schedule, run.config)
+    groups = mesh(args, schedule)
     run.groups(**groups)  # the receipt counts by these names
     open_groups(groups, run.device)  # nccl connects ranks at their first message: not in a step
     pipeline.open_links(groups["down"] + groups["up"], schedule, run.device)
@@ -88,9 +87,9 @@ def train(run, schedule=None):
     # run.steps yields step numbers. It also sets the learning rate, counts the bytes of one step,
     # and compares the first ones with one process (--prove)
     steps = tracking.profiled(run, run.steps(optimizer, first, averaging.reference))
-    with tracking.open_log(run, first) as log_row, recording.recorded(runner, first) as record:
+    with tracking.open_log(run, first) as log_row, recording.recorded(runner, first):
         for step in steps:
-            taken = train_step(runner, runner.batches(step), record)
+            taken = train_step(runner, runner.batches(step))
             if taken:
                 run.log(tracking.mfu(run))
             mixture.rebalance(model, runner.sum_load, taken)  # moves routers' biases
@@ -109,10 +108,10 @@ def train(run, schedule=None):
     return code
 
 
-def train_step(runner, batches, record):
+def train_step(runner, batches):
     """One step on this rank, in any layout. batches: its replica's micro-batches. Returns whether
     the step counts."""
-    run, optimizer, groups = runner.run, runner.optimizer, runner.groups
+    optimizer, groups = runner.optimizer, runner.groups
     optimizer.zero_grad()
     # A pipeline, of one stage without --pp: every layout runs through pipeline.py's executor
     loss = runner.forward_backward(batches)  # of this rank's tokens; 0 without the last stage
@@ -120,23 +119,18 @@ def train_step(runner, batches, record):
     harness.sum_over([groups["dp"], groups["pp"]], loss)  # of all tokens, on every rank
     # Of the whole gradient. The optimizer knows dp; tp: other shards; pp: other layers
     norm = optimizer.grad_norm([groups["tp"]], groups["pp"])
-    record(batches, loss, norm)  # --record
-
-    # 1.0 on the device if loss or norm is not finite: then the step changes nothing. So the host
-    # can queue it now, and read both numbers later
-    found_inf = run.start_check(loss, norm, runner.full_parameters)
-    skip_where(found_inf, optimizer)
-    optimizer.clip(norm, run.args.grad_clip)
+    # If loss or norm is not finite, the optimizer's step changes nothing. So the host can queue it
+    # now, and wait for both numbers at the end
+    all_finite = runner.check(batches, loss, norm)
+    optimizer.clip(norm, runner.run.args.grad_clip)
     optimizer.step()
-    # If the step was skipped, its passes run again, to name the first gradient that is not finite
-    find_culprit = functools.partial(first_nonfinite, runner, batches)
-    return run.end_check(find_culprit, group=groups.get("island"))
+    return all_finite()
 
 
 # --- the mesh
 
 
-def mesh(args, schedule, config):
+def mesh(args, schedule):
     """This rank's process groups, by name. All ranks create all groups, in the same order.
 
     tp, pp           as in the picture on top
@@ -190,7 +184,7 @@ def build(run, schedule, groups):
 
     Each technique replaces modules in place, and notes in p.placement which part of p is here, and
     over which ranks its gradient is summed (composition.py). Data parallelism, the norm and
-    checkpoints read only that. So a new technique is a line here."""
+    checkpoints read only that."""
     args, tp, cp = run.args, groups["tp"], groups["cp"]
     turns = dualpipe.Turns()  # dualpipev: while a micro-batch waits for experts another computes
     stages = schedule.stages(dist.get_rank(groups["pp"]))
@@ -225,20 +219,11 @@ def build(run, schedule, groups):
 
 
 def data_parallel(run, model, groups):
-    """Returns the object that sums gradients over the replicas and takes the step: Muon, DDP with
-    an optimizer of torch's, ZeRO or FSDP. It also fills the model with weights, because ZeRO and
+    """Returns the object that sums gradients over the replicas and takes the step: DDP with an
+    optimizer of torch's, Muon, ZeRO or FSDP. It also fills the model with weights, because ZeRO and
     FSDP do that piece by piece. All four have the methods of DDPAndOptimizer, below."""
     args, dp = run.args, groups["dp"]
     draw = pretrained.Folder(args.init_from, run.config).draw if args.init_from else initialize.draw
-    # A rank's stages take turns in backward: ZeRO and Muon count each one's passes
-    stages = {int(stage): part for stage, part in model.parts.items()}
-    if args.optimizer == "muon":
-        run.fill(model, draw)
-        run.make_optimizer = receipts.muon.one_process(muon.PlainMuon)  # --prove trains with it
-        matrices = receipts.muon.matrices_of(model)
-        options = dict(lr=args.lr, weight_decay=args.weight_decay, microbatches=args.microbatches)
-        return muon_in_grid.ComposedMuon(model, dp, matrices, pipeline_stages=stages, **options)
-
     # Mixed precision needs ZeRO, if only its stage 0, which keeps master weights in --dtype
     one_dtype = args.dtype == args.param_dtype == args.reduce_dtype
     if args.zero == 0 and one_dtype and not args.offload:
@@ -248,6 +233,15 @@ def data_parallel(run, model, groups):
         # uses() lists a tied matrix twice if this rank has both ends: it gets two gradients
         sync = ddp.DDP(model.uses(), dp, args.microbatches, bucket_bytes, all_reduce=all_reduce)
         return DDPAndOptimizer(sync, harness.make_optimizer(model.parameters(), args), dp)
+
+    # A rank's stages take turns in backward: the others count each one's passes
+    stages = {int(stage): part for stage, part in model.parts.items()}
+    if args.optimizer == "muon":
+        run.fill(model, draw)
+        run.make_optimizer = receipts.muon.one_process(muon.PlainMuon)  # --prove trains with it
+        matrices = [p for part in stages.values() for p in part.blocks.parameters() if p.dim() > 1]
+        options = dict(lr=args.lr, weight_decay=args.weight_decay, microbatches=args.microbatches)
+        return muon_in_grid.ComposedMuon(model, dp, matrices, pipeline_stages=stages, **options)
 
     options = dict(
         make_optimizer=functools.partial(harness.make_optimizer, args=args),
@@ -272,12 +266,10 @@ class DDPAndOptimizer:
     def __init__(self, sync, optimizer, group):
         self.sync, self.optimizer, self.group = sync, optimizer, group
         self.param_groups = optimizer.param_groups  # for learning rates
-
-    def zero_grad(self):  # starts a step: from here on backward passes start sums
-        self.sync.zero_grad()
-
-    def finish(self):  # waits for the sums: p.grad, or ZeRO's shard of it, is that of the batch
-        self.sync.finish()
+        # Starts a step: from here on backward passes start sums
+        self.zero_grad = sync.zero_grad
+        # Waits for the sums. Then p.grad, or ZeRO's shard of it, is that of the batch
+        self.finish = sync.finish
 
     def grad_norm(self, groups, pipeline_group):  # of the whole gradient, the same on all ranks
         parts = [(p, p.grad, 1) for p in self.sync.parameters if p.grad is not None]

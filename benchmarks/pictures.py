@@ -22,7 +22,6 @@ COLORS = ("#4c78a8", "#f58518", "#54a24b", "#bab0ac")
 def main():
     p = harness.parser(__doc__, layers=8, batch=16, microbatches=1, nproc=4)
     p.add_argument("--memory", metavar="NAME", help="draw memory over a step: NAME.png")
-    harness.flags.gone(p, "--overlap", "python -m docs.pictures draws it")
     args = p.parse_args()
     if not args.memory:
         raise harness.Refused("nothing to draw: give --memory NAME")

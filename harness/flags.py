@@ -99,7 +99,7 @@ def dtype(text):
     """An argument type: a name of DTYPES."""
     if text == "float16":
         instead = "use bfloat16, or float32 on GPUs without it"
-        raise argparse.ArgumentTypeError(f"float16, which needs a loss scale, is gone: {instead}")
+        raise argparse.ArgumentTypeError(f"float16 would need a loss scale: {instead}")
     return text
 
 
@@ -108,16 +108,6 @@ POSITIVE = dict(type=count(1), metavar="N")
 NATURAL = dict(type=count(0), metavar="N")
 FACTOR = dict(type=real(0), metavar="X")
 MEGABYTES = dict(type=real(0, 1e12), metavar="MB")
-
-
-def gone(group, flag, instead):
-    """Refuse a flag of an edition before. instead: what to do without it."""
-
-    class Gone(argparse.Action):
-        def __call__(self, *_):
-            raise Refused(f"{flag} is gone: {instead}")
-
-    group.add_argument(flag, action=Gone, nargs="?", help=argparse.SUPPRESS)
 
 
 def parser(doc, **defaults):
@@ -182,8 +172,6 @@ def training_flags(g):
 def data_flags(g):
     why = "a text file, a folder of them, or stdlib; or ready-made tokens, .bin or .npy"
     g.add_argument("--data", default="stdlib", metavar="PATH", help=why)
-    gone(g, "--data-dtype", "a .bin file's numbers and the vocabulary say it")
-    gone(g, "--servers", "rank 0 is the server; zero.py --stage 1 shares its work out to all")
     why = "bytes; gpt2, downloaded once; a folder with a tokenizer.json; none: ready-made tokens "
     why += "(default: bytes; with --init-from the model's own)"
     g.add_argument("--tokenizer", default="bytes", metavar="NAME", help=why)

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from harness import initialize
-from harness.flags import DTYPE, DTYPES, MEGABYTES, check_batch, count, flag_of, gone
+from harness.flags import DTYPE, DTYPES, MEGABYTES, check_batch, count, flag_of
 from harness.refusal import Refused
 
 
@@ -26,7 +26,6 @@ def add_flags(group, bucket_mb, ranks_flag):
     group.add_argument("--param-dtype", **DTYPE, help=f"{why} (default: --dtype)")
     why = "type in which gradients are summed over ranks and micro-batches (default: --param-dtype)"
     group.add_argument("--reduce-dtype", **DTYPE, help=why)
-    gone(group, "--tf32", "--param-dtype bfloat16 is faster still")
 
 
 def check_ranks(flag, size, ranks, where, stage):

@@ -27,9 +27,6 @@ def parse_args(doc):
     why = "ranks that share fast links, for hierarchical (default: 2, or 1 if their number is odd)"
     p.add_argument("--nodes-of", **flags.POSITIVE, help=why)
     flags.running_flags(p)
-    instead = "docs/learn/collectives.md has the formula of each all-reduce's time"
-    for flag in ("--ranks", "--alpha", "--beta", "--inside-alpha", "--inside-beta"):
-        flags.gone(p, flag, instead)
     return p.parse_args()
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from harness import documents
-from harness.flags import POSITIVE, gone
+from harness.flags import POSITIVE
 from harness.refusal import Refused
 from receipts import ddp
 from receipts.formulas import Group, add, held, sizes_of, summed
@@ -25,10 +25,6 @@ def flags(group):
     group.add_argument("--rings", **POSITIVE, help=why)
     why = "one run of tokens a rank in place of the zigzag: the last rank has most of the work"
     group.add_argument("--contiguous", action="store_true", help=why)
-    instead = "train.py --cp 4 --sample N --prompt TEXT draws tokens after a prompt"
-    gone(group, "--prefill", instead)
-    gone(group, "--documents", "packed_documents.py is a lesson of its own")
-    gone(group, "--plot", "docs/learn/long-sequences.md has the picture")
 
 
 def check(args):

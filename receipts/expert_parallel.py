@@ -7,7 +7,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from harness.flags import gone, real
+from harness.flags import real
 from harness.refusal import Refused
 from proof.receipt import Count
 from receipts import ddp
@@ -23,7 +23,6 @@ def flags(group):
     why = "an expert takes at most X times its even share of a rank's tokens, and drops others; "
     why += "no layout equals another then: --prove is off (default: nothing is dropped)"
     group.add_argument("--capacity", type=real(0), metavar="X", help=why)
-    gone(group, "--plot", "the load of each expert is printed")
 
 
 def check(args, config):

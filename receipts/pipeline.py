@@ -8,7 +8,6 @@ import collections
 import contextlib
 import itertools
 
-from harness.flags import gone
 from harness.presets import ceil
 from harness.refusal import Refused, refusing
 from proof.receipt import Count
@@ -50,8 +49,6 @@ def flags(group):
     """What to show of schedules. `check` and `compare` read them."""
     why = "run nothing: all schedules, or --schedule, for --nproc ranks, from the simulator"
     group.add_argument("--compare", action="store_true", help=why)
-    for flag in ("--trace", "--plot"):
-        gone(group, flag, "docs/learn/pipelines.md has the schedules drawn")
 
 
 def check(args):

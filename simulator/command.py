@@ -3,7 +3,6 @@
 import copy
 
 import harness
-from harness import flags
 from simulator import planner, report
 from simulator.devices import DEVICES, cluster_of
 from simulator.dryrun import check_counts, check_playable, first_ranks, play_all
@@ -37,9 +36,6 @@ def add_flags(parser):
     g.add_argument("--kernel", choices=["flash1", "flash2", "flash3", "plain"], help=why)
     why = "how many days that many tokens take, such as 15e12 or 15T"
     g.add_argument("--tokens", type=tokens, metavar="X", help=why)
-    flags.gone(g, "--ranks", "the first rank of each stage is played, of more than 4 stages three")
-    flags.gone(g, "--plot", "--log-to writes a run's losses, --plan prints how a job scales")
-    flags.gone(g, "--timeline", "a dry run prints where time goes, --profile-to traces a real one")
 
 
 def counts(text):

@@ -260,8 +260,6 @@ def test_script(script, tmp_path):
     "flags, said",
     [
         ("--nproc 10 --nodes-of 4", "10 ranks do not divide into nodes of --nodes-of 4"),
-        ("--ranks 1024", "--ranks is gone: docs/learn/collectives.md has the formula"),
-        ("--inside-beta", "--inside-beta is gone: docs/learn/collectives.md has the formula"),
     ],
 )
 def test_script_refuses(script, flags, said):

@@ -119,7 +119,6 @@ ddp --timeout 1e308 -> at most 1,000,000
 collectives --nproc 1000000 -> 1,000,000 ranks are too many for one machine
 train --dry-run --gpu x=0GB,0TFLOP/s,0TB/s -> not known
 context_parallel --kind ulysses --nproc 3 -> 4 heads do not divide by 3 ranks
-context_parallel --prefill 61 -> --prefill is gone: train.py --cp 4 --sample N --prompt TEXT
 context_parallel --rings 2 -> --rings means nothing with --kind ring: use --kind ring-ulysses
 context_parallel --kind ulysses --contiguous -> nothing with --kind ulysses: use --kind ring,
 train --documents <|endoftext|> --cp 2 --cp-kind gather -> each rank uses other keys: use ring
@@ -131,8 +130,7 @@ ddp --data= -> --data is empty
 ddp --json folder -> --json folder can't be written
 ddp --json pipe -> --json pipe can't be written
 train --log-to /dev/full -> --log-to /dev/full can't be written
-train --tf32 -> --tf32 is gone: --param-dtype bfloat16
-train --param-dtype float16 -> float16, which needs a loss scale, is gone: use bfloat16, or float32
+train --param-dtype float16 -> float16 would need a loss scale: use bfloat16, or float32
 zero --param-dtype float64 -> is finer than --dtype float32
 fsdp --dtype bfloat16 --param-dtype float32 -> give a finer --dtype
 parameter_server --staleness 2 --nproc 1 -> needs a server and a worker: use --nproc 2
@@ -161,7 +159,6 @@ train --optimizer muon --dp 4 --zero 1 --zero-ranks 2 -> --zero-ranks does not g
 train --optimizer muon --zero 1 --offload -> --offload does not go with --optimizer muon
 train --optimizer muon --param-dtype bfloat16 -> mixed precision does not go with --optimizer muon
 train --experts 4 --export x -> no family that transformers knows
-train --record x --record-tensors blocks.0.* -> --record-tensors is gone
 train --record folder -> has a recording
 train --record folder/record.jsonl/x -> can't be written
 train --record x --documents -> --documents does not go with --record.*leave one of them out
@@ -173,10 +170,8 @@ train --save-every 2 -> need --out
 train --out folder -> has checkpoints
 train --out /proc/x -> can't be written
 train --out folder/record.jsonl -> can't be written
-train --islands 2 --island 0 -> --island is gone: start islands x dp
 train --sync-every 3 -> means nothing without --islands
 train --islands 2 --batch 5 -> use 4
-train --islands 2 --between 1Gbit/s -> --between is gone: docs/use
 train --islands 2 --stream 60 -> --sync-every 60 or more
 train --islands 2 --only-sample --out x -> leave --islands out
 train --islands 2 --experts 2 --bias-rate 0.1 -> nobody averages
@@ -190,8 +185,6 @@ train --dry-run --pp 100000 --layers 100000 -> 100,000 stages: a dry run takes
 train --dry-run --gpu tpu -> --gpu tpu is not known
 train --dry-run --gpu x=80GB,500TFLOP/s,2TB/s,150% -> is not known
 train --dry-run --matmul 1200TFLOP/s -> more than the device can do.*at most 989TFLOP/s
-train --dry-run --ranks first -> --ranks is gone: the first rank of each stage
-train --dry-run --timeline step -> --timeline is gone: a dry run prints
 train --plan --preset llama3-405b --gpus 8 --batch 8 -> give more --gpus
 train --plan --gpus 6 --zero-ranks 4 -> --zero-ranks 4 does not divide 6 devices
 """

@@ -458,7 +458,6 @@ def test_compare(capsys, monkeypatch):
         "--compare --json x.json": "--compare runs nothing",
         "--compare --nproc 100000": "more than 30,000: use fewer",
         "--compare --microbatches 1000000": "more than 30,000: use fewer",
-        "--plot x": "--plot is gone: docs/learn/pipelines.md",
     }.items():
         with pytest.raises(harness.Refused, match=words):
             lines(flags)

@@ -22,7 +22,7 @@ import torch
 
 import diloco
 import harness
-from harness import Refused, flags
+from harness import Refused
 from harness.presets import parameter_shapes
 from proof.ledger import Ledger
 from receipts import diloco as player
@@ -38,11 +38,6 @@ def add_flags(parser):
     why = "number of islands; each has the layout of the other flags, and its share of the batch"
     g.add_argument("--islands", **harness.POSITIVE, default=1, help=why)
     player.add_flags(g, EVERY)
-    flags.gone(g, "--between", "docs/use/slow-links.md has a formula for what islands wait for")
-    instead = "start islands x dp x cp x tp x pp ranks with one torchrun "
-    instead += "(torchft has islands that come and go)"
-    for flag in ("--island", "--meet", "--secret-file", "--island-timeout"):
-        flags.gone(g, flag, instead)
 
 
 def settle(args):

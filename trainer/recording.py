@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
-from harness import Refused, check_folder, flags
+from harness import Refused, check_folder
 from harness.placement import placement
 from harness.presets import parameter_shapes
 from proof import diagnosis
@@ -31,8 +31,6 @@ def add_flags(parser):
     g = parser.add_argument_group("recording (see trainer/recording.py)")
     why = "record every step's loss, gradients, weights and outputs in short, to compare runs"
     g.add_argument("--record", metavar="FOLDER", help=why)
-    instead = "--record has every parameter in short, and the weights before the first step"
-    flags.gone(g, "--record-tensors", instead)
 
 
 def check(args):
@@ -48,16 +46,15 @@ def check(args):
 
 @contextlib.contextmanager
 def recorded(runner, first):
-    """Gives a function record(batches, loss, norm), to call when the gradients are complete, before
-    they are clipped. Without --record it does nothing. first: the first step."""
-    run = runner.run
-    if not run.args.record or first == run.args.steps:
-        yield lambda *step: None
-        return
-    with _disable_current_modes():
-        recording = Recording(runner, first)
-    yield recording.record
-    recording.finish()
+    """With --record the runner writes each step down. first: the first step."""
+    wanted = runner.run.args.record and first < runner.run.args.steps
+    if wanted:
+        with _disable_current_modes():
+            recording = Recording(runner, first)
+        runner.record = recording.record
+    yield
+    if wanted:
+        recording.finish()
 
 
 class Recording(Recorder):
@@ -115,7 +112,6 @@ class Recording(Recorder):
             self.write_batch()
 
     def write_batch(self):
-        """Write the step's batch."""
         run = self.run
         if run.rank == 0:
             [(tokens, targets, _)] = run.microbatches(run.step, pieces=1)
@@ -124,8 +120,7 @@ class Recording(Recorder):
             safetensors.torch.save_file(tensors, path)
 
     def finish(self):
-        """Write the weights after the last step."""
-        self.parameters = dict(self.named())
+        self.parameters = dict(self.named())  # after the last step
         self.close()
         self.file.close()
 

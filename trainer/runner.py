@@ -16,6 +16,7 @@ from context_parallel import shard_sequence
 from harness import documents
 from model import IGNORE
 from trainer import layout
+from trainer.faults import first_nonfinite, skip_where
 
 
 class Runner:
@@ -24,6 +25,7 @@ class Runner:
     def __init__(self, run, schedule, groups, model, optimizer):
         self.run, self.schedule, self.groups = run, schedule, groups
         self.model, self.optimizer = model, optimizer
+        self.record = lambda batches, loss, norm: None  # with --record: trainer/recording.py's
         # Which part of the batches is this rank's: islands have batches of their own
         island = run.rank // (run.world // run.args.islands)
         self.replica = island * run.args.dp + dist.get_rank(groups["dp"]) // run.args.cp
@@ -42,6 +44,15 @@ class Runner:
     def expected(self):
         """(layout, sent, held, notes) of a step's receipt, by the formulas."""
         return receipts.train.of_run(self, packed_documents.find_plan)
+
+    def check(self, batches, loss, norm):
+        """Before gradients are clipped. Has the optimizer skip its next step if loss or norm is not
+        finite. Returns a function that waits for both, and returns whether they are. If not, it
+        runs the step's passes again, to name the first gradient that is not finite."""
+        self.record(batches, loss, norm)
+        skip_where(self.run.start_check(loss, norm, self.full_parameters), self.optimizer)
+        find_culprit = functools.partial(first_nonfinite, self, batches)
+        return functools.partial(self.run.end_check, find_culprit, self.groups.get("island"))
 
     def full_parameters(self):  # [(full name, whole parameter with .grad)]
         return self.optimizer.gather_full(self.model.named())

@@ -9,7 +9,7 @@ import os
 import torch
 
 import harness
-from harness import Refused, check_folder, flags, say
+from harness import Refused, check_folder, say
 from receipts import pipeline as schedules
 from receipts.formulas import flops_per_token
 
@@ -21,7 +21,6 @@ def add_flags(parser):
     why = "trace the run's third to fifth step with torch.profiler: a file a rank, which "
     why += "ui.perfetto.dev opens on one time axis"
     g.add_argument("--profile-to", metavar="FOLDER", help=why)
-    flags.gone(g, "--profile", "--profile-to FOLDER traces the third to the fifth step")
     g.add_argument("--wandb", metavar="PROJECT", help="log to this Weights & Biases project too")
     why = "log there for TensorBoard too (needs tensorboard)"
     g.add_argument("--tensorboard", metavar="FOLDER", help=why)
