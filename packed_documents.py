@@ -8,12 +8,12 @@ it holds a part of. And its zigzag balances one long document, but not several o
 
 Split     8 N equal chunks for N ranks. The chunk with the most work goes first, to the rank that
           has the least work so far; each rank gets 8. Work is the number of pairs of a query and a
-          key. All rows of a batch are cut alike. One run of tokens per rank would send less, but
-          the work would be uneven: try --contiguous.
+          key. All rows of a batch are cut alike. One run of tokens per rank (--contiguous) sends
+          much less, but the work is uneven.
 Sent      In step s a rank lends the rank s after it only the keys that are used there. Per block
           4 G e C_kv bytes: K and V of the G tokens that it lends, in forward and in backward (one
           lent to two ranks counts twice). And 2 A a C_kv: dK and dV of the A tokens that it has
-          borrowed. It is little where documents are short beside a rank's T / N tokens.
+          borrowed. It is little where documents are short beside a chunk's T / 8N tokens.
 Backward  As in the ring, tile by tile. A key's gradient goes straight to the rank that holds it.
 Cost      A kernel per tile, dozens in each layer: worth it from some hundred tokens a document. A
           plan for each batch, on the host: some milliseconds, 0.1 s for 64 thousand tokens.
@@ -26,7 +26,7 @@ MagiAttention, github.com/SandAI-org/MagiAttention: work dealt out, only used ke
 """
 
 import math
-from functools import lru_cache, partial
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -66,7 +66,9 @@ def plain_document_attention(q, k, v, starts, held, group):
 
         held = torch.arange(T).view(n, -1)    # (n, T') positions of each rank's tokens: consecutive
         # or: held = deal_tokens(T, n, starts), below, where work is even. 8 n divides T then
-        y = plain_document_attention(q, k, v, starts, held, group)    # all on one device"""
+        y = plain_document_attention(q, k, v, starts, held, group)
+
+    starts and held are on q's device (deal_tokens wants starts on the host)."""
     rank, ranks = dist.get_rank(group), range(dist.get_world_size(group))
 
     def used(user, owner):  # (T',): which of the owner's keys the user needs, in any row
@@ -102,8 +104,9 @@ class DocumentRing(Ring):
 
     chunks = 8  # per rank. More of them: more even, but more tiles, and more keys of others
 
-    def __init__(self, group, zigzag=True):  # False: consecutive tokens
+    def __init__(self, group, zigzag=True):  # True: dealt out evenly. False: consecutive tokens
         super().__init__(group, zigzag)
+        self.where = None  # what the plan is for
         dist.barrier(group)  # nccl connects all ranks in a first message. Later some send nothing
 
     def positions(self, length, multiple=1, starts=None):
@@ -114,11 +117,12 @@ class DocumentRing(Ring):
         check_chunks(q, self)
         check_starts(starts, q, self.n)
         where = self.rank, self.n, q.shape[2], self.zigzag
-        version = 0 if starts.is_inference() else starts._version  # rises with changes in place
-        plan = find_plan(*where, starts, q.device, version)
+        if where != self.where or not torch.equal(starts, self.starts):  # layers share a plan
+            self.where, self.starts = where, starts.clone()
+            self.plan = find_plan(*where, starts, q.device)
         # All rows as one, (1, H, B T', D): so a tile of one row is a run of tokens
         q, k, v = (t.transpose(0, 1).flatten(1, 2).unsqueeze(0) for t in (q, k, v))
-        y = DocumentRingAttention.apply(q, k, v, self.group, plan)
+        y = DocumentRingAttention.apply(q, k, v, self.group, self.plan)
         return y.squeeze(0).unflatten(1, (len(starts), -1)).transpose(0, 1)
 
 
@@ -142,7 +146,7 @@ class DocumentRingAttention(torch.autograd.Function):
         rank, n = dist.get_rank(group), dist.get_world_size(group)
         kv = torch.stack((k, v))
         dq, dkv = torch.zeros_like(q, dtype=lse.dtype), torch.zeros_like(kv, dtype=lse.dtype)
-        receive = places = None  # waits for gradients on their way; which keys of dkv they are for
+        receive = lent = None  # waits for gradients that travel during the next tiles; their keys
         for step, (owner, owner_kv) in enumerate(bring_used_keys(kv, group, plan)):
             part = dkv if step == 0 else torch.zeros_like(dkv)  # gradients of the owner's keys
             for tile in plan.tiles[owner]:
@@ -150,14 +154,14 @@ class DocumentRingAttention(torch.autograd.Function):
                 dq[:, :, tile.queries] += dq_tile
                 part[:, :, :, tile.keys] += torch.stack(dkv_tile)
             if receive:
-                dkv[:, :, :, places] += receive()
+                dkv[:, :, :, lent] += receive()
             if step > 0:  # give back gradients of borrowed keys, and get those of lent ones
                 user = (rank + step) % n
-                sent, places = part[:, :, :, plan.borrowed[owner]], plan.lent[user]
-                receive = start_messages(sent, owner, len(places), user, group)
-            del part  # its memory serves for the next one
+                sent, lent = part[:, :, :, plan.borrowed[owner]], plan.lent[user]
+                receive = start_messages(sent, owner, len(lent), user, group)
+            del part  # before the next one is made
         if receive:
-            dkv[:, :, :, places] += receive()
+            dkv[:, :, :, lent] += receive()
         return dq.to(q.dtype), *dkv.to(k.dtype), None, None
 
 
@@ -215,8 +219,9 @@ def deal_tokens(length, n, starts, even=True, multiple=1):
 
 def document_tiles(queries, keys, starts, own=False):
     """The tiles of a rank's queries with a rank's keys, both given by their positions, in order.
-    Neighbours that see the same keys make a tile, which needs no mask. own: of its own keys a
-    document is one causal tile. Tiles count tokens through all rows, from 0 to B T'. Two ranks:
+    Another rank has no key within a run of this rank's tokens. So a run's queries of one document
+    see the same of its keys: a tile without a mask. own: with its own keys a document is one causal
+    tile. Tiles count tokens through all rows, from 0 to B T'. Two ranks:
 
         starts    0 0 0 0 4 4 4 4         queries 2 3 6 7, keys 0 1 4 5
         tiles     queries[0:2] with keys[0:2], queries[2:4] with keys[2:4]"""
@@ -224,15 +229,14 @@ def document_tiles(queries, keys, starts, own=False):
     for row, start in enumerate(starts[:, real]):
         first = torch.searchsorted(keys, start)  # query i sees keys[first[i] : end[i]]
         end = first if own else torch.searchsorted(keys, real)  # own: all of a document alike
-        seen, sizes = (first * (len(keys) + 1) + end).unique_consecutive(return_counts=True)
+        seen, sizes = torch.stack((first, end)).unique_consecutive(dim=1, return_counts=True)
         offset = stop = row * len(queries)
-        for pair, size in zip(seen.tolist(), sizes.tolist()):
+        for (first_key, end_key), size in zip(seen.T.tolist(), sizes.tolist()):
             begin, stop = stop, stop + size
-            a, b = divmod(pair, len(keys) + 1)
             if own:
                 tiles.append(Tile(slice(begin, stop), slice(begin, stop), causal=True))
-            elif a < b:
-                tile_keys = slice(offset + a, offset + b)
+            elif first_key < end_key:
+                tile_keys = slice(offset + first_key, offset + end_key)
                 tiles.append(Tile(slice(begin, stop), tile_keys, causal=False))
     return tiles
 
@@ -243,18 +247,20 @@ class Plan(NamedTuple):
     borrowed: list  # borrowed[r]: the keys of rank r that are used here
 
 
-@lru_cache(maxsize=32)  # for all layers. starts is hashed by identity: version changes with it
-def find_plan(rank, n, tokens, even, starts, device="cpu", version=0):
+def find_plan(rank, n, tokens, even, starts, device="cpu"):
+    """This rank's Plan. tokens: T'. starts: on the host."""
     check_documents(starts)
-    held = deal_tokens(n * tokens, n, starts, even)
-    tiles = [document_tiles(held[rank], keys, starts) for keys in held]
-    others = [document_tiles(queries, held[rank], starts) for queries in held]
-    tiles[rank] = others[rank] = []  # a rank's own keys don't travel
-    count = len(starts) * tokens
-    lent = [used_keys(of_rank, count).to(device) for of_rank in others]
-    borrowed = [used_keys(of_rank, count).to(device) for of_rank in tiles]
-    tiles[rank] = document_tiles(held[rank], held[rank], starts, own=True)
-    return Plan(tiles, lent, borrowed)
+    held, count = deal_tokens(n * tokens, n, starts, even), len(starts) * tokens
+    plan = Plan([], [], [])
+    for other in range(n):
+        own = other == rank
+        tiles = document_tiles(held[rank], held[other], starts, own)
+        tiles_there = document_tiles(held[other], held[rank], starts)  # other queries, keys of here
+        plan.tiles.append(tiles)
+        # A rank's own keys don't travel
+        plan.borrowed.append(used_keys([] if own else tiles, count).to(device))
+        plan.lent.append(used_keys([] if own else tiles_there, count).to(device))
+    return plan
 
 
 def used_keys(tiles, count):
@@ -284,9 +290,10 @@ class DocumentCore(nn.Module):
             rows = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))  # (B T, H, D)
             edges = torch.tensor(edges, dtype=torch.int32)
             edges = edges.pin_memory().to(q.device, non_blocking=True)
-            options = 0.0, True, False  # no dropout, causal, no debug mask
-            kernel = torch.ops.aten._flash_attention_forward
-            y, *_ = kernel(*rows, edges, edges, max(lengths), max(lengths), *options)
+            # The documents' edges and the longest one, of queries and of keys. Then: no dropout,
+            # causal, no debug mask
+            where = edges, edges, max(lengths), max(lengths)
+            y, *_ = torch.ops.aten._flash_attention_forward(*rows, *where, 0.0, True, False)
             return y.unflatten(0, starts.shape).transpose(1, 2)
         rows = (t.transpose(0, 1).flatten(1, 2) for t in (q, k, v))  # (H, B T, D)
         documents = zip(*(t.unsqueeze(0).split(lengths, dim=2) for t in rows))

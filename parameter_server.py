@@ -1,20 +1,20 @@
 """Parameter servers: they hold the weights. Workers pull weights, compute a gradient and push it.
 
-    synchronous                              asynchronous, with a staleness of at most 1
-    worker 0  pull  compute  push            worker 1  pull  compute           push  pull ...
-    worker 1  pull  compute  push            worker 2  pull  compute  push  (waits)  pull ...
-    server            adds up, one step      server                   step     step
-                                             worker 2 waits: with weights now it could push once
-                                             more before worker 1, and make that one's 2 steps old
+    synchronous                       asynchronous, with a staleness of at most 2
+    worker 0  pull compute push       worker 1  pull          compute               push pull ...
+    worker 1  pull compute push       worker 2  pull compute push pull compute push (waits)
+    server         adds up, steps     server                 step              step step
+                                      Worker 2 waits: its third push could come before worker 1's
+                                      first, whose gradient would be 3 steps old
 
 Synchronous   The server adds up the gradients of all ranks and takes one step. This is the same run
               as on one process. All ranks wait for the slowest.
 Asynchronous  The server takes a step with each gradient, as soon as it comes. Since that worker
               pulled, others may have caused some steps: their number is the gradient's staleness.
-              So the run differs from that of one process, and from one time to the next. To keep
-              staleness within a bound, the server makes workers wait for weights. Each worker has
-              its batches beforehand: so this hides passing delays, not a machine that is always
-              slow.
+              So each run differs. (The demo writes down the order of the pushes, and one process
+              repeats it.) To keep staleness within a bound, the server makes workers wait for
+              weights. A worker takes whole batches, which are dealt out beforehand: so this hides
+              passing delays, not a machine that is always slow.
 Sent          A worker pushes P e bytes of gradients and pulls as many of weights, with P parameters
               of e bytes. The server sends (N-1) P e per step to the other N-1 ranks, or P e if
               asynchronous. If every rank served 1/N of the weights, this would be ZeRO stage 1.
@@ -36,8 +36,8 @@ import torch.distributed as dist
 
 # --- the plainest form: synchronous. Rank 0 is the server, and a worker too
 #
-# All sends of a pull are a broadcast, all receives of a push a reduce. They are single messages so
-# that the asynchronous workers below can use them, too: the server answers each alone.
+# The sends of a pull together are a broadcast, the receives of a push a reduce. Here they are
+# single messages, because the asynchronous server below answers each worker alone.
 
 
 @torch.no_grad()
@@ -107,7 +107,7 @@ def serve(parameters, group, steps, bound):
 
         rank, workers = dist.get_rank(group), dist.get_world_size(group) - 1
         if rank == 0:
-            for worker, staleness in serve(parameters, group, len(batches), bound=2):
+            for worker, staleness in serve(parameters, group, len(batches), bound=4):
                 optimizer.step()                         # one worker's gradient is in p.grad
         else:                                            # batches are dealt out in turns
             for micro_batches, target_count in batches[rank - 1 :: workers]:
@@ -118,9 +118,12 @@ def serve(parameters, group, steps, bound):
                 push(parameters, group)
         pull(parameters, group)                          # the last weights, on all ranks
 
-    steps: how many gradients in all. bound: the largest staleness."""
+    steps: how many gradients in all. bound: the largest staleness. With W workers take more than
+    W - 1, such as 2 W: then a fast worker runs ahead. W - 1 means rounds, as if it were
+    synchronous, and with less some workers always wait."""
     parameters = [p for p in parameters if p.requires_grad]
     workers = range(1, dist.get_world_size(group))
+    # Batches are dealt out in turns, as in the example
     batches_left = Counter(workers[step % len(workers)] for step in range(steps))
     waiting = list(batches_left)  # a worker that has pushed wants weights: it need not ask
     computing = {}  # {worker: (the step of its weights, the send of these)}
@@ -144,7 +147,7 @@ def serve(parameters, group, steps, bound):
 
 def worst_staleness(step, computing):
     """How stale the gradient of the oldest weights can become, if one more worker gets weights at
-    this step: that one, and all others that compute, may push before it."""
+    this step. Before it may push: all others that compute, len(computing) - 1, and that one."""
     oldest = min((pulled_at for pulled_at, _ in computing.values()), default=step)
     return step - oldest + len(computing)
 

@@ -244,7 +244,7 @@ def mesh_groups(flags):
     for rank in range(8):
         stub = SimpleNamespace(new_group=tuple, get_rank=lambda rank=rank: rank)
         with mock.patch.object(train, "dist", stub):
-            groups = train.mesh(args, schedule, harness.configure(args))
+            groups = train.mesh(args, schedule)
         for name in LINES:
             found.setdefault(name, set()).add(groups[name])
     return {name: sorted(groups) for name, groups in found.items() if len(min(groups)) > 1}

@@ -23,7 +23,7 @@ def flags(group):
     """What goes beside --kind. `check` has the rules."""
     why = "ring-ulysses: the length of a ring, in ranks (default: the most square)"
     group.add_argument("--rings", **POSITIVE, help=why)
-    why = "one run of tokens a rank in place of the zigzag: the last rank has most of the work"
+    why = "one run of consecutive tokens per rank: the ranks' work is uneven"
     group.add_argument("--contiguous", action="store_true", help=why)
 
 
