@@ -18,17 +18,16 @@ meshes that average rarely (diloco.py). `mesh` has all groups.
 
 Batch, loss and gradient norm are global: --batch counts the sequences of all ranks, the loss is the
 sum over all tokens divided by their number, and the norm counts every parameter once. So every
-layout has the same loss curve, to rounding; only islands have their own. The first steps are
-compared with one process (--prove). docs/use/choose.md says which layout to take. Without torchrun
-train.py starts the processes itself.
+layout has the same loss curve, to rounding; only islands have their own. Of a model below 20
+million parameters three steps are compared with one process (--prove). docs/use/choose.md says
+which layout to take. Without torchrun train.py starts the processes itself.
 
-To copy: `mesh`, the order of the calls in `build`, and `train_step` without its check. The rest
-needs this project's `run`.
+To copy: `mesh`, `build` as a recipe, and `train_step`. trainer/runner.py has its forward_backward.
 
     torchrun --nproc_per_node=8 train.py --dp 2 --tp 2 --pp 2
-    python train.py --dp 2 --cp 2 --tp 2 --pp 2 --ep 4 --experts 8 --sp --zero 1
+    python train.py --dp 2 --cp 2 --tp 2 --pp 2 --ep 4 --experts 8 --sp --zero 1     # 16 ranks
     python train.py --dp 2 --out runs/a --save-every 50
-    python train.py --tp 2 --out runs/a --resume            # goes on in another layout
+    python train.py --tp 2 --out runs/a --resume --steps 400     # goes on in another layout
 """
 
 import functools
@@ -67,7 +66,8 @@ from trainer.runner import Runner
 
 
 def train(run, schedule=None):
-    """Train on this rank, and return the exit code. A dry run passes a schedule of its own."""
+    """Train on this rank, and return the exit code. run: its flags, device, data, loss curve and
+    receipt (proof/run.py). A dry run passes a schedule of its own."""
     args = run.args
     schedule = schedule or schedule_of(args)
     groups = mesh(args, schedule)
@@ -109,18 +109,19 @@ def train(run, schedule=None):
 
 
 def train_step(runner, batches):
-    """One step on this rank, in any layout. batches: its replica's micro-batches. Returns whether
-    the step counts."""
+    """One step on this rank, in any layout. Returns whether it counts. batches: this replica's
+    micro-batches, of whole sequences; its tp, cp and pp ranks all have the same."""
     optimizer, groups = runner.optimizer, runner.groups
     optimizer.zero_grad()
     # A pipeline, of one stage without --pp: every layout runs through pipeline.py's executor
-    loss = runner.forward_backward(batches)  # of this rank's tokens; 0 without the last stage
+    # The loss: a sum over this rank's tokens / the targets of all ranks; 0 without the last stage
+    loss = runner.forward_backward(batches)
     optimizer.finish()  # waits for the gradients' sums over replicas, which began in backward
     harness.sum_over([groups["dp"], groups["pp"]], loss)  # of all tokens, on every rank
     # Of the whole gradient. The optimizer knows dp; tp: other shards; pp: other layers
     norm = optimizer.grad_norm([groups["tp"]], groups["pp"])
-    # If loss or norm is not finite, the optimizer's step changes nothing. So the host can queue it
-    # now, and wait for both numbers at the end
+    # If loss or norm is not finite the optimizer's step will change nothing: it gets a tensor
+    # found_inf. So the host can queue the step now, and wait for both numbers at the end
     all_finite = runner.check(batches, loss, norm)
     optimizer.clip(norm, runner.run.args.grad_clip)
     optimizer.step()
@@ -140,7 +141,8 @@ def mesh(args, schedule):
     inside, across   --zero-ranks: ranks that together hold the states once; with the same shard
     tied             the pp ranks, one or two, with a tied matrix: their gradients of it add up
     island, islands  ranks of one island; ranks with the same place in every island
-    down, up         a pipeline's activations and gradients, each to later and to earlier ranks"""
+    down, up         a pipeline's activations and gradients, each to later ranks and to earlier ones
+                     (where a rank has an early and a late stage, as in zb-v)"""
     size = args.islands, args.pp, args.dp, args.cp, args.tp
     ranks = torch.arange(math.prod(size)).view(size)  # (islands, pp, dp, cp, tp)
     # Views of them with the ranks of a group last: each row is one group. "..." is islands. The
@@ -184,7 +186,8 @@ def build(run, schedule, groups):
 
     Each technique replaces modules in place, and notes in p.placement which part of p is here, and
     over which ranks its gradient is summed (composition.py). Data parallelism, the norm and
-    checkpoints read only that."""
+    checkpoints read only that. So cuts come first (stages, tp, the loss, cp, ep), then what runs a
+    whole block: recomputation, then torch.compile."""
     args, tp, cp = run.args, groups["tp"], groups["cp"]
     turns = dualpipe.Turns()  # dualpipev: while a micro-batch waits for experts another computes
     stages = schedule.stages(dist.get_rank(groups["pp"]))
@@ -234,7 +237,7 @@ def data_parallel(run, model, groups):
         sync = ddp.DDP(model.uses(), dp, args.microbatches, bucket_bytes, all_reduce=all_reduce)
         return DDPAndOptimizer(sync, harness.make_optimizer(model.parameters(), args), dp)
 
-    # A rank's stages take turns in backward: the others count each one's passes
+    # A rank's stages take turns in backward: Muon, ZeRO and FSDP count each one's passes
     stages = {int(stage): part for stage, part in model.parts.items()}
     if args.optimizer == "muon":
         run.fill(model, draw)
