@@ -6,14 +6,14 @@
                 H steps (--sync-every), nothing sent           all start equal
 
 Each island trains on its own data with its own optimizer, such as AdamW. After H steps it computes
-its outer gradient, old weights - new weights: no derivative, but minus what it has moved. The
-islands average these, and an outer optimizer, SGD with Nesterov momentum, takes one step from the
-old weights.
+its outer gradient, old weights - new weights. The islands average these, and an outer optimizer,
+SGD with Nesterov momentum, subtracts the mean: one step from the old weights towards the new ones.
+This is not ddp.py's loss curve. The demo compares with one process that plays all islands.
 
 Sent      Every H steps an outer gradient of P elements. `outer_step` all-reduces it: 1/H of what
-          ddp.py sends in float32. DiLoCo all-gathers it, because integers with different scales
-          can't be added up on the way: (N-1) P b / 8 bytes with N islands and b bits an element,
-          N b / 64 times as much. In float32, the default, that is never less. Options:
+          ddp.py sends in float32. The class DiLoCo all-gathers it. So each number is rounded once,
+          and all islands get the same bits. N islands send (N-1) P b / 8 bytes with b bits an
+          element: less than the all-reduce with 8 bits below 8 islands, 4 bits below 16. Options:
 
           --stream K        K parts of the model take turns: the largest message is about 1/K as
                             large, or one embedding
@@ -22,10 +22,10 @@ Sent      Every H steps an outer gradient of P elements. `outer_step` all-reduce
           --outer-bits B    16: bfloat16; 8, 4: integers, with a scale per block of 128. What
                             rounding leaves out is added to the next message (error feedback)
 Limits    An island also holds old weights, outer momentum, rounding error, N messages. Buffers and
-          inner optimizers' states are not averaged. A checkpoint needs `steps`, and of each part
-          old, outer, rounding_error, sent_at. For fast links: ddp.py (docs/learn/diloco.md).
+          inner optimizers' states are not averaged. For fast links take ddp.py. More, such as
+          what it costs in loss: docs/learn/diloco.md.
 
-    torchrun --nproc_per_node=4 diloco.py      python diloco.py --sync-every 10 --outer-bits 4
+    torchrun --nproc_per_node=4 diloco.py      python diloco.py --sync-every 3 --outer-bits 4
 
 Douillard et al. 2023, DiLoCo, arXiv:2311.08105; 2025, Streaming DiLoCo, arXiv:2501.18512.
 Karimireddy et al. 2019, Error feedback, arXiv:1901.09847.
@@ -50,8 +50,9 @@ def outer_step(parameters, old, outer, group):
             if step % every == 0:                                # every = H
                 outer_step(model.parameters(), old, outer, group)
 
-    Not checked: that the islands start equal (DiLoCo checks it), and count their steps alike. After
-    a number of steps that `every` does not divide they are left different."""
+    Not checked: that the islands start equal (DiLoCo checks it), and count their steps alike. If
+    `every` does not divide the number of steps, the islands end different. (All in p's dtype: for
+    16 bits take DiLoCo.)"""
     pairs = list(zip(old, parameters))
     for old_p, p in pairs:
         old_p.grad = old_p - p.detach()  # SGD subtracts it: a step from old towards p
@@ -80,10 +81,11 @@ class DiLoCo:
     group   one rank of each island: those that hold the same parameters
     parts   into how many parts the model is cut, which are sent in turn
     delay   inner steps between sending and averaging, which hide the message
-    bits    of an element in a message: None (as it is), 16, 8 or 4
+    bits    of an element in a message: None (those of `old`, 32 at least), 16, 8 or 4
 
-    Call diloco.step() even after an optimizer.step() that was skipped. An island may be trained by
-    any other technique: docs/use/two-techniques.md."""
+    Call diloco.step() even after an optimizer.step() that was skipped. A checkpoint needs `steps`,
+    and of each part old, outer, rounding_error and sent_at; a message on its way is lost. An island
+    may be trained by any other technique: docs/use/two-techniques.md."""
 
     def __init__(
         self, model, group, every, outer_lr=0.7, outer_momentum=0.9, parts=1, delay=0, bits=None
@@ -92,10 +94,12 @@ class DiLoCo:
         self.parameters = [p for p in parameters if p.requires_grad]
         self.group, self.every, self.delay, self.bits = group, every, delay, bits
         self.steps = 0
-        check_diloco_arguments(self)
+        check_diloco_arguments(self, parts)
         self.parts = []
-        for i, members in enumerate(consecutive(self.parameters, parts)):
-            self.parts.append(Part(members, i * every // parts, outer_lr, outer_momentum, bits))
+        lists = consecutive(self.parameters, parts)
+        for i, members in enumerate(lists):
+            offset = i * every // len(lists)
+            self.parts.append(Part(members, offset, outer_lr, outer_momentum, bits))
 
     @torch.no_grad()
     def step(self):
@@ -165,7 +169,8 @@ class Part:
 
     def message(self):
         """This island's outer gradient as bytes."""
-        # p started from old rounded to p's dtype. Measured from there: rounding is no movement
+        # p started from old rounded to p's dtype. Measured from there: rounding is no movement.
+        # (After a delay it started halfway: its own half counts as movement)
         moved = [(old.to(p.dtype) - p.to(old.dtype)).flatten() for p, old in self.pairs]
         outer_gradient = torch.cat(moved)
         if self.bits is None:
@@ -187,7 +192,7 @@ class Part:
     def restart(self, keep):
         """Go to the outer weights, mixed with a fraction `keep` of this island's own."""
         for p, old in self.pairs:
-            p.copy_(old + keep * (p - old) if keep else old)  # 0 * NaN would stay NaN
+            p.copy_(old + keep * (p - old))
 
 
 def flat_copy(parameters):
@@ -264,7 +269,7 @@ def check_agreement(messages):
             raise RuntimeError(f"the islands have different {name}: {values}")
 
 
-def check_diloco_arguments(diloco):
+def check_diloco_arguments(diloco, parts):
     if not diloco.parameters:
         raise ValueError("no parameter needs a gradient: all frozen, or an iterator used up")
     if any(hasattr(p, "stepped_on_in_pieces") for p in diloco.parameters):  # set by zero.py
@@ -272,8 +277,8 @@ def check_diloco_arguments(diloco):
         raise ValueError(f"ZeRO's optimizer steps on pieces of these parameters: {give}")
     if diloco.bits not in (None, 16, 8, 4):
         raise ValueError(f"bits={diloco.bits!r}: choose None, 16, 8 or 4")
-    if not 0 <= diloco.delay < diloco.every:
-        raise ValueError(f"with every={diloco.every}: 0 <= delay < every")
+    if not (0 <= diloco.delay < diloco.every and 1 <= parts <= diloco.every):
+        raise ValueError(f"with every={diloco.every}: 0 <= delay < every, 1 <= parts <= every")
 
 
 # --- demo ---

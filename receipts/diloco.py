@@ -148,7 +148,7 @@ def play(player, steps, parts, finish=False, watch=lambda step, islands: None):
             [rows] = player.rows_of(number, step)
             island.train(step, rows, player.target_count)
         for part in range(len(parts)):
-            if (step + 1) % args.sync_every == part * args.sync_every // args.stream:
+            if (step + 1) % args.sync_every == part * args.sync_every // len(parts):
                 send(part, step)
         for part in range(len(parts)):
             if part in travelling and travelling[part][0] == step:

@@ -58,7 +58,7 @@ def parts_of(args, config):
     shapes = parameter_shapes(config)
     tensors = {torch.empty(shape, device="meta"): name for name, shape in shapes.items()}
     lists = [[tensors[t] for t in part] for part in diloco.consecutive(list(tensors), args.stream)]
-    return lists, [i * args.sync_every // args.stream for i in range(len(lists))]
+    return lists, [i * args.sync_every // len(lists) for i in range(len(lists))]
 
 
 # --- in the loop
