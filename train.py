@@ -125,8 +125,8 @@ def train_step(runner, batches, record):
     # 1.0 on the device if loss or norm is not finite: then the step changes nothing. So the host
     # can queue it now, and read both numbers later
     found_inf = run.start_check(loss, norm, runner.full_parameters)
-    skip_where(found_inf, optimizer)
     optimizer.clip(norm, run.args.grad_clip)
+    skip_where(found_inf, optimizer)
     optimizer.step()
     # If the step was skipped, its passes run again, to name the first gradient that is not finite
     find_culprit = functools.partial(first_nonfinite, runner, batches)

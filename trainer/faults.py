@@ -2,15 +2,28 @@
 
 import functools
 
+import torch
+
+from muon import PlainMuon
 from proof.ledger import optimizers_of
 
 
 def skip_where(found_inf, optimizer):
     """Have the optimizer leave out its next step where found_inf, a tensor, is 1. The host does not
-    wait for it, unless the optimizer's states are the host's."""
+    wait for it, unless the optimizer's states are the host's. Gradients must be clipped already."""
     for each in optimizers_of(optimizer):
         first = next((p for group in each.param_groups for p in group["params"]), found_inf)
         each.found_inf = found_inf.to(first.device)  # torch's fused optimizers look at it
+        if isinstance(each, PlainMuon):
+            skip_muon_where(found_inf, each)
+
+
+def skip_muon_where(found_inf, muon):
+    for settings in muon.param_groups:
+        settings["lr"] *= 1 - found_inf.double()  # 0 keeps the weights. Each step sets it anew
+        for p in settings["params"]:  # a gradient that equals the average keeps the average
+            average = muon.state[p].get("average", 0.0)
+            p.grad.copy_(torch.where(found_inf > 0, average, p.grad))
 
 
 def first_nonfinite(runner, batches):
