@@ -4,27 +4,16 @@
     dp 0        0       1      a row     tensor parallelism: shards of the same layers, same data
     dp 1        2       3      a column  data parallelism: the same shards, other data
 
-    With a pipeline the grid is a box: groups_along(dp, pp, tp), below.
-
 Order     First a technique cuts the model: its tensors, its experts or its layers. Then data
           parallelism (DDP, ZeRO, FSDP) takes a rank's shards as the model of its column.
 Sum       A gradient is summed over the ranks that have the same shard and saw other data: over a
-          column. For some parameters the cutting technique says more, in a dict, p.placement:
-
-    "cuts": {dimension: (group, start, length)}    this rank has [start : start + length] of that
-                                                   dimension, the group's other ranks the rest.
-                                                   up.weight (512, 128) on tp rank 1 of 2:
-                                                   {0: (tp, 256, 256)}, rows 256 to 511
-    "partial": [tp]      a norm's weight that saw a part of the tokens: sum over tp, too
-    "data": replicas     an expert: sum over its replicas, not over the column
-
-          Without it, as down's bias, a parameter is whole on every rank of a row.
+          column. Where that is not all, the technique that cut the model says so: p.placement.
 Norm      Every element counts once. A rank squares its part of each gradient and divides by the
           number of ranks that have the same part. The whole grid adds up; so do the stages of a
           pipeline.
 Sent      As by each alone, but data parallelism sends only a rank's shards. For the norm 8 bytes
           per group. What sends most goes into the rows, on neighbours in a node: here tp.
-Use       docs/use/two-techniques.md has the loop for each pair, on a model of plain modules.
+Use       docs/use/two-techniques.md has the loop for each pair, and one for three techniques.
 Copy      The plain form with its checks stands alone, up to the classes. These need the tops of
           zero.py and fsdp.py, too.
 
@@ -43,8 +32,8 @@ import torch.distributed as dist
 
 
 def groups_along(*sizes):
-    """This rank's group along each dimension of the grid: dp, pp, tp = groups_along(2, 2, 2). The
-    ranks of the last one are neighbours. -1: as many as there are."""
+    """This rank's group along each dimension of the grid; the last one's ranks are neighbours. With
+    a pipeline the grid is a box: dp, pp, tp = groups_along(-1, 2, 2), with -1 for the rest."""
     grid = torch.arange(dist.get_world_size()).view(sizes)
     lines = [grid.movedim(d, -1).reshape(-1, size) for d, size in enumerate(grid.shape)]
     return [dist.new_subgroups_by_enumeration(rows.tolist())[0] for rows in lines]
@@ -77,6 +66,16 @@ def sum_in_grid(parameters, data_group):
                 dist.all_reduce(p.grad, group=group)
 
 
+# p.placement is a dict: what a technique did to p. Without it, as for down's bias, p is whole on
+# every rank of a row.
+#
+#     "cuts"     {dimension: (group, start, length)}: this rank has [start : start + length] of that
+#                dimension, the group's other ranks the rest. up.weight (512, 128) on tp rank 1 of
+#                2: {0: (tp, 256, 256)}, rows 256 to 511
+#     "data"     of an expert: the ranks with a replica of it. Sum over them, not over a column
+#     "partial"  [tp]: sum over tp, too. A norm's weight saw a part of the tokens on each tp rank
+
+
 def placed(p, key, default):
     """An entry of p.placement."""
     return getattr(p, "placement", {}).get(key) or default
@@ -90,9 +89,9 @@ def groups_cutting(p):
 def norm_in_grid(parameters, groups):
     """The norm of the whole gradient, a float64 scalar, the same on all ranks. groups: all
     dimensions of the grid in which ranks have shards or copies of the same parameters, [dp, tp].
-    Not a pipeline's, whose ranks have other parameters, which nothing here can see. Add these:
+    Not a pipeline's: its ranks have other parameters. Add up their squares, of a tied matrix once:
 
-        square = norm_in_grid(parameters, [dp, tp]).square()    # a tied matrix: on one stage only
+        square = norm_in_grid(parameters, [dp, tp]).square()
         dist.all_reduce(square, group=pp)                       # then .sqrt()"""
     parameters = list(parameters)
     trained = [p for p in parameters if p.grad is not None]
@@ -135,27 +134,25 @@ def check_grid(parameters, groups):
 
 
 def is_within(inner, outer):
-    """Whether the ranks of a group are among those of another one, which may be None."""
-    if outer is None:
-        return False
     ranks = set(dist.get_process_group_ranks(inner))
     return ranks.issubset(dist.get_process_group_ranks(outer))
 
 
-# --- the same norm of parts of gradients, and with a pipeline
+# --- ZeRO and FSDP in a grid. First the norm
 
 
 def norm_of_parts(parts, groups, device, pipeline_group=None):
-    """norm_in_grid, but a data-parallel rank has a shard of each gradient, stages have the others,
-    and it takes few kernels. parts: [(parameter, what this rank has of its gradient, into how many
-    shards it is split)]."""
+    """norm_in_grid with three changes. ZeRO leaves a rank a shard of each gradient. The stages of a
+    pipeline add up. Gradients with equally many copies are squared together, in few kernels.
+
+    parts    [(parameter, what this rank has of its gradient, into how many shards it is split)]"""
     check_grid([p for p, _, _ in parts], groups)
     gradients = {}  # {number of ranks that have the same part: gradients}
     for p, gradient, shards in parts:
         copies = count_ranks(groups) / count_ranks(groups_cutting(p)) / shards
         for group in placed(p, "partial", ()):
-            if is_within(group, pipeline_group):  # a tied matrix: two stages have its sum
-                copies *= dist.get_world_size(group)
+            if pipeline_group is not None and is_within(group, pipeline_group):
+                copies *= dist.get_world_size(group)  # a tied matrix: two stages have its sum
         gradients.setdefault(copies, []).append(gradient)
     square = torch.zeros((), dtype=torch.float64, device=device)
     for copies, equal in gradients.items():
@@ -167,64 +164,38 @@ def norm_of_parts(parts, groups, device, pipeline_group=None):
     return square.sqrt()
 
 
-# --- ZeRO and FSDP in a grid. Each class overrides some of ZeRO's methods and calls super():
+# Then three classes. Each adds one thing to ZeRO's methods, and super() does the rest:
 #
-#                       InPipeline, at the end      InGrid                        ZeRO
-#     kind_of           and the stages that use p   and the groups that sum p     dtype, device
-#     make_bucket       passes of its stages        its group, or its node        the bucket
-#     buckets_of_pass   of the running stage                                      all
-#     finish                                        then replicas and partials    waits
+#                        InGrid              HybridSharding        InPipeline, at the end
+#     kind_of            groups that sum p                         stages that use p
+#     make_bucket        over its group      over its node only    passes of its stages
+#     buckets_of_pass                                              of the running stage
+#     shard_is_summed                        then over replicas
+#     finish             then partial sums   waits for replicas
 
 from fsdp import FSDP
 from zero import ZeRO
 
 
 class InGrid:
-    """ZeRO for a model that another technique has cut. A bucket's parameters are all summed over
-    the same groups. Each element counts once in the norm: zero.grad_norm([tp]).
-
-    hsdp: each node holds a whole replica of the states, split over its own ranks (HSDP). So the
-    weights are gathered inside nodes only. Gradients are summed twice: reduce-scattered inside a
-    node, then each shard all-reduced with its replicas on the other nodes.
-
-        node 0    rank 0: shard 0    rank 1: shard 1      node    0 1 | 2 3    (rows of a grid)
-        node 1    rank 2: shard 0    rank 3: shard 1      across  0 2 | 1 3    (columns)
-
-    hsdp    {group: (node, across)}, for the data-parallel group, and for that of experts. across:
-            None if there is one node. A group that is missing here is split as a whole. zero.py
-            --shard-ranks 2 shows it"""
+    """ZeRO for a model that another technique has cut: it reads p.placement."""
 
     takes_shards = True  # ZeRO alone refuses parameters with a placement
 
-    def __init__(self, model, group, *arguments, hsdp=None, **options):
-        self.hsdp = hsdp or {}
-        self.replica_sums = []  # of shards over replicas, on their way
-        check_hsdp(self.hsdp)
-        super().__init__(model, group, *arguments, **options)
-
-    def kind_of(self, p):
+    def kind_of(self, p):  # a bucket's parameters are all summed over the same groups
         data_group = placed(p, "data", self.group)
         check_data_group(p, data_group)
         return *super().kind_of(p), data_group, tuple(placed(p, "partial", ()))
 
     def make_bucket(self, parameters, **options):
-        group = placed(parameters[0], "data", self.group)
-        node, across = self.hsdp.get(group, (group, None))
-        bucket = super().make_bucket(parameters, group=node, **options)
-        bucket.replica_group = across
-        return bucket
-
-    def shard_is_summed(self, bucket):  # over the node
-        if bucket.replica_group is not None and bucket.passes_left == 0:
-            options = dict(group=bucket.replica_group, async_op=True)
-            self.replica_sums.append(dist.all_reduce(bucket.gradient_shard, **options))
+        data_group = placed(parameters[0], "data", self.group)
+        return super().make_bucket(parameters, group=data_group, **options)
 
     def finish(self):
-        if self.state == "summed":  # the sums are there: don't add partial sums twice
-            return super().finish()
+        were_summed = self.state == "summed"
         super().finish()
-        while self.replica_sums:
-            self.replica_sums.pop().wait()
+        if were_summed:  # partial sums, too: don't add them twice
+            return
         for bucket in self.trained_buckets:  # not in backward: stages would wait for each other
             for group in placed(bucket.parameters[0], "partial", ()):
                 dist.all_reduce(bucket.gradient_shard, group=group)
@@ -241,7 +212,42 @@ class InGrid:
         return norm_of_parts(parts, [self.group, *groups], device, pipeline_group)
 
 
-class ComposedZeRO(InGrid, ZeRO):
+class HybridSharding:
+    """HSDP: each node holds a whole replica of the states, split over its own ranks. So the weights
+    are gathered inside nodes only. Gradients are summed twice: reduce-scattered inside a node, then
+    each shard all-reduced with its replicas on the other nodes.
+
+        node 0    rank 0: shard 0    rank 1: shard 1      node    0 1 | 2 3    (rows of a grid)
+        node 1    rank 2: shard 0    rank 3: shard 1      across  0 2 | 1 3    (columns)
+
+    hsdp    {group: (node, across)}, for the data-parallel group, and for that of experts. across:
+            None if there is one node. A group that is missing here is split as a whole. zero.py
+            --shard-ranks 2 shows it"""
+
+    def __init__(self, model, group, *arguments, hsdp=None, **options):
+        self.hsdp = hsdp or {}
+        self.replica_sums = []  # on their way
+        check_hsdp(self.hsdp)
+        super().__init__(model, group, *arguments, **options)
+
+    def make_bucket(self, parameters, group, **options):
+        node, across = self.hsdp.get(group, (group, None))
+        bucket = super().make_bucket(parameters, group=node, **options)
+        bucket.replica_group = across
+        return bucket
+
+    def shard_is_summed(self, bucket):  # over the node
+        if bucket.replica_group is not None and bucket.passes_left == 0:
+            options = dict(group=bucket.replica_group, async_op=True)
+            self.replica_sums.append(dist.all_reduce(bucket.gradient_shard, **options))
+
+    def finish(self):
+        super().finish()
+        while self.replica_sums:
+            self.replica_sums.pop().wait()
+
+
+class ComposedZeRO(InGrid, HybridSharding, ZeRO):
     """ZeRO in a grid. The loop and the other arguments are ZeRO's, but for the norm:
 
         zero = ComposedZeRO(model, dp, 1, torch.optim.AdamW, microbatches=2)
@@ -250,7 +256,7 @@ class ComposedZeRO(InGrid, ZeRO):
     For several stages on a rank see ZeROInPipeline."""
 
 
-class ComposedFSDP(InGrid, FSDP):
+class ComposedFSDP(InGrid, HybridSharding, FSDP):
     """FSDP in a grid, as ComposedZeRO."""
 
 
@@ -258,18 +264,25 @@ class ComposedFSDP(InGrid, FSDP):
 
 
 class InPipeline:
-    """A backward pass fills the buckets of one stage, so ZeRO must know whose it is: Pipeline(...,
-    around=zero.around) says so. pipeline_stages: {stage: its module}."""
+    """ZeRO's backward pass fills all buckets. Here it is one stage's, and fills the buckets of that
+    stage. Pipeline(..., around=zero.around) says which. pipeline_stages: {stage: its module}."""
 
     def __init__(self, model, group, *arguments, pipeline_stages=None, **options):
         self.pipeline_stages = pipeline_stages or {None: model}
         self.action = None  # what the pipeline is running
-        self.stages_of = dict.fromkeys(model.parameters(), ())  # those that use it
+        self.stages_of = dict.fromkeys(model.parameters(), ())  # a tied matrix may have two
         for stage, part in self.pipeline_stages.items():
             for p in part.parameters():
                 self.stages_of[p] += (stage,)
         super().__init__(model, group, *arguments, **options)
         del self.stages_of  # ZeRO has put new parameters into the model
+
+    @contextlib.contextmanager
+    def around(self, action):
+        """The pipeline enters it for each action that it runs."""
+        self.action = action
+        yield
+        self.action = None
 
     def kind_of(self, p):
         return *super().kind_of(p), self.stages_of[p]
@@ -281,14 +294,7 @@ class InPipeline:
         bucket.pipeline_stages = stages
         return bucket
 
-    @contextlib.contextmanager
-    def around(self, action):
-        """Called by the pipeline for each action that it runs."""
-        self.action = action
-        yield
-        self.action = None
-
-    def buckets_of_pass(self):  # a backward pass reduces its stage's buckets
+    def buckets_of_pass(self):
         buckets = super().buckets_of_pass()
         if self.action is None:
             return buckets
@@ -299,15 +305,12 @@ class InPipeline:
         if self.action is None or self.action.kind != "I":
             super()._reduce_ready(anyway)
 
-
-class UnitsInPipeline(InPipeline):
-    """InPipeline for FSDP: each stage has units of its own."""
+    # FSDP only: the next unit is one of the same stage
 
     def make_units(self, model, units):
         self.units_of_stage = {}
         for stage, part in self.pipeline_stages.items():
-            inside = set(part.modules())
-            own = None if units is None else [module for module in units if module in inside]
+            own = None if units is None else [m for m in units if m in set(part.modules())]
             self.units_of_stage[stage] = super().make_units(part, own)
         return sum(self.units_of_stage.values(), [])
 
@@ -317,11 +320,10 @@ class UnitsInPipeline(InPipeline):
 
 
 class ZeROInPipeline(InPipeline, ComposedZeRO):
-    """The arguments of both. make_bucket is InPipeline's (passes), InGrid's (groups), then ZeRO's:
-    each does its part and calls the next."""
+    """The arguments of both."""
 
 
-class FSDPInPipeline(UnitsInPipeline, ComposedFSDP):
+class FSDPInPipeline(InPipeline, ComposedFSDP):
     """The same for FSDP."""
 
 
@@ -386,14 +388,28 @@ def launch(args, demo):
 
 def demo(run):
     args = run.args
-    if args.zero is not None:
-        return demo_zero(run)
     dp, tp = groups_along(-1, args.tp)
     run.groups(dp=dp, tp=tp)  # names for the receipt
     # First tensor parallelism cuts the model. Data parallelism then takes the shards as they are
-    model = run.fill(tensor_parallel.parallelize_tensors(run.meta_model(), tp))
+    model = tensor_parallel.parallelize_tensors(run.meta_model(), tp)
+    layout, group = {"dp": dp.size(), "tp": args.tp}, Group("dp", dp.size(), dp.rank())
+    sizes = sizes_of(args, run.config, dp.size())
+    tensors, held = receipts.tensor_parallel.expected(sizes, Group("tp", args.tp))
+    if args.zero is None:
+        train_plainly(run, run.fill(model), tp, dp)
+        data, _ = receipts.ddp.expected(sizes, group, scalars=2)
+    else:
+        layout["zero"] = args.zero
+        train(run, model, make_zero(run, model, dp), tp, dp)
+        passes = [("F", 0), ("B", 0)] * args.microbatches
+        how = scatter_operation(dp), passes, [receipts.zero.Split(group)]
+        data, held = receipts.zero.expected(sizes, group, args.zero, args, *how)
+    return run.receipt(layout, add(tensors, data), held)
+
+
+def train_plainly(run, model, tp, dp):
     parameters = list(model.parameters())
-    optimizer = harness.make_optimizer(parameters, args)
+    optimizer = harness.make_optimizer(parameters, run.args)
     for step in run.steps(optimizer):
         optimizer.zero_grad(set_to_none=False)  # gradients stay in memory: the receipt counts them
         loss = run.zero()
@@ -407,37 +423,20 @@ def demo(run):
         sum_in_grid(parameters, dp)
         norm = norm_in_grid(parameters, [dp, tp])
         run.check(loss, norm, model.named)
-        harness.clip(parameters, norm, args.grad_clip)
+        harness.clip(parameters, norm, run.args.grad_clip)
         optimizer.step()
         run.log()
 
-    sizes = sizes_of(args, run.config, dp.size())
-    tensors, held = receipts.tensor_parallel.expected(sizes, Group("tp", args.tp))
-    data, _ = receipts.ddp.expected(sizes, Group("dp", dp.size()), scalars=2)
-    return run.receipt({"dp": dp.size(), "tp": args.tp}, add(tensors, data), held)
 
-
-def demo_zero(run):
-    """The same with ComposedZeRO or ComposedFSDP in the columns."""
-    args, stage = run.args, run.args.zero
-    dp, tp = groups_along(-1, args.tp)
-    run.groups(dp=dp, tp=tp)
-    model = tensor_parallel.parallelize_tensors(run.meta_model(), tp)
-    options = zero_flags.options(run, model, stage)  # ZeRO fills the model with weights
+def make_zero(run, model, dp):
+    """ComposedZeRO or ComposedFSDP in the columns. It fills the model with weights."""
+    args = run.args
+    options = zero_flags.options(run, model, args.zero)
     options["microbatches"] = args.microbatches
     options["make_optimizer"] = functools.partial(harness.make_optimizer, args=args)
-    if stage == 3:
-        zero = ComposedFSDP(model, dp, **options)
-    else:
-        zero = ComposedZeRO(model, dp, stage, **options)
-    train(run, model, zero, tp, dp)
-
-    sizes = sizes_of(args, run.config, dp.size())
-    tensors, _ = receipts.tensor_parallel.expected(sizes, Group("tp", args.tp))
-    group, passes = Group("dp", dp.size(), dp.rank()), [("F", 0), ("B", 0)] * args.microbatches
-    operation, splits = scatter_operation(dp), [receipts.zero.Split(group)]
-    data, held = receipts.zero.expected(sizes, group, stage, args, operation, passes, splits)
-    return run.receipt({"dp": dp.size(), "tp": args.tp, "zero": stage}, add(tensors, data), held)
+    if args.zero == 3:
+        return ComposedFSDP(model, dp, **options)
+    return ComposedZeRO(model, dp, args.zero, **options)
 
 
 def train(run, model, composed, tp, dp):

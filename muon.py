@@ -133,15 +133,197 @@ def step_by_owner(plain_muon, adamw, group):
 
 
 # --- the same in full. It adds to step_by_owner:
-#     owners with equal work       deal_to_owners
-#     AdamW on 1/N of the rest     OwnedBucket without an owner: each rank owns a slice
 #     reductions during backward   Muon._arrived, in one order on all ranks
 #     broadcasts during the step   Muon.step: a matrix travels while its owner iterates on the next
 #     norm, clip                   each element counts once, where it is owned
+#     owners with equal work, and AdamW on 1/N of the rest: deal_to_owners and OwnedBucket, below
+
+
+class Muon:
+    """Trains `model` over `group`: Muon for `matrices`, AdamW for its other parameters.
+
+        matrices = [p for p in model.blocks.parameters() if p.dim() > 1]
+        muon = Muon(model, group, matrices, lr=1e-3, microbatches=2)
+        for micro_batches, target_count in batches:    # the number of targets of all ranks
+            muon.zero_grad()                           # not the model's: that would replace p.grad
+            for x, y in micro_batches:                 # this rank's two
+                loss = cross_entropy(model(x), y, reduction="sum") / target_count
+                loss.backward()
+            muon.clip(muon.grad_norm(), 1.0)           # torch's would read unsummed gradients
+            muon.step()
+
+    Before Muon(...): tie, cast and freeze weights, move the model to one device, and give all ranks
+    equal weights. After finish() p.grad is complete on p's owner only. A parameter that got no
+    gradient still moves, by its momentum and its decay. Schedulers set learning rates in
+    muon.param_groups."""
+
+    def __init__(
+        self,
+        model,
+        group,
+        matrices,
+        lr=1e-3,
+        weight_decay=0.1,  # of each matrix, the embedding too; vectors have none
+        microbatches=1,  # the backward passes of a step
+        **options,  # momentum and dtype, of PlainMuon
+    ):
+        self.model, self.group, self.microbatches = model, group, microbatches
+        matrices = set(matrices)
+        check_matrices(matrices, model)
+
+        # 1  Buckets, in the order in which backward fills them. Each matrix has its own. Vectors
+        #    are small: they share one, the last
+        trained = [p for p in model.parameters() if p.requires_grad]
+        lists = [[p] for p in reversed(trained) if p.dim() > 1]
+        vectors = {}  # {kind: those that share a bucket}
+        for p in trained:
+            if p.dim() < 2:
+                vectors.setdefault(self.kind_of(p), []).append(p)
+        owners = self.owners_of([p for p in trained if p in matrices])
+        self.buckets = []
+        for parameters in [*lists, *vectors.values()]:
+            owner = owners.get(parameters[0])  # None: AdamW's, of all ranks
+            self.buckets.append(self.make_bucket(parameters, owner))
+
+        # 2  Hooks count the gradients
+        for bucket in self.buckets:
+            for p in bucket.parameters:
+                p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket))
+
+        # 3  The optimizers step on what this rank owns
+        own_matrices, decayed, undecayed = [], [], []
+        for bucket in self.buckets:
+            if bucket.owner == bucket.rank:
+                own_matrices += bucket.pieces
+            elif bucket.owner is None and bucket.parameters[0].dim() > 1:
+                decayed += bucket.pieces
+            elif bucket.owner is None:
+                undecayed += bucket.pieces
+        self.muon = self.optimizer_class([{"params": own_matrices}], lr, weight_decay, **options)
+        groups = [{"params": decayed, "weight_decay": weight_decay}]
+        groups += [{"params": undecayed, "weight_decay": 0.0}]
+        self.adamw = torch.optim.AdamW(groups, lr, betas=(0.9, 0.95), fused=True)  # GPT-3's betas
+        self.optimizers = self.muon, self.adamw
+
+        self.addresses = addresses_of(model)  # of weights and gradients, to notice a new one
+        self.messages = []  # on their way
+        self.finished = True  # whether the gradients are summed
+        self.zero_grad()
+
+    # --- a step
+    #
+    # zero_grad()  All gradients are 0.
+    # backward     Autograd adds to p.grad, a view of a bucket. _arrived counts, and starts to
+    #              reduce the buckets that are full, in order.
+    # finish()     Reduces what backward has not, and waits for all.
+    # step()       AdamW on this rank's pieces, Muon on its matrices. Each is sent once it is done.
+
+    def zero_grad(self):
+        """Start a step. After an exception in backward on any rank call finish() on all ranks
+        first: reductions may still run."""
+        check_zero_grad(self)
+        self.finished = False
+        self.reductions_started = 0  # the number of buckets whose reduction has started
+        for bucket in self.buckets:
+            bucket.gradients.zero_()
+            bucket.grads_left = bucket.grads_per_step
+
+    def _arrived(self, bucket, p):  # autograd has added to p.grad
+        check_grads_left(bucket)
+        bucket.grads_left -= 1
+        self._start_full_buckets()
+
+    def _start_full_buckets(self):
+        # In the same order on all ranks: swapped reductions would add up the wrong buckets,
+        # silently. So a bucket that is full early waits for those before it
+        for bucket in self.buckets[self.reductions_started :]:
+            if bucket.grads_left > 0:
+                break
+            self.messages += bucket.sum_on_owners()
+            self.reductions_started += 1
+
+    def finish(self):
+        """Each gradient is complete, on its owner. grad_norm, step and gather_full call it, too."""
+        if self.finished:
+            return
+        check_addresses(self)
+        for bucket in self.buckets:
+            bucket.grads_left = 0  # a rank that ran fewer passes must still join the reductions
+        self._start_full_buckets()
+        self._wait()
+        self.finished = True
+
+    def grad_norm(self):
+        """The norm of the whole gradient: a float64 scalar, the same on all ranks."""
+        self.finish()
+        parts = [bucket.own_gradient for bucket in self.buckets]  # each element has one owner
+        square = sum(torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in parts)
+        dist.all_reduce(square, group=self.group)
+        return square.sqrt()
+
+    def clip(self, norm, limit):
+        """Scale the gradients so that their norm is at most `limit` (0: leave them)."""
+        if limit > 0:
+            scale = (limit / (norm + 1e-6)).clamp(max=1.0)
+            for bucket in self.buckets:
+                bucket.own_gradient.mul_(scale.to(bucket.gradients.dtype))
+
+    def step(self):
+        """Step on what this rank owns. A matrix is sent while its owner iterates on the next."""
+        self.finish()
+        self.adamw.step()
+        [settings] = self.muon.param_groups  # all matrices are in one
+        for bucket in self.buckets:
+            if bucket.owner == bucket.rank:
+                self.muon.step_on(bucket.parameters[0], settings)
+            self.messages += bucket.send_from_owners(bucket.weights)
+        self._wait()
+
+    def _wait(self):
+        for message in self.messages:
+            message.wait()
+        self.messages = []
+
+    # --- beside a step: schedules, checkpoints, whole gradients
+
+    @property
+    def param_groups(self):
+        return self.muon.param_groups + self.adamw.param_groups  # for learning rates
+
+    def update_weights(self):
+        """Bring the owners' weights to all ranks, after a checkpoint filled them."""
+        for bucket in self.buckets:
+            self.messages += bucket.send_from_owners(bucket.weights)
+        self._wait()
+
+    def gather_full(self, named=()):
+        """Bring whole gradients to every rank's p.grad, for checks. Returns the list of named."""
+        self.finish()
+        for bucket in self.buckets:
+            self.messages += bucket.send_from_owners(bucket.gradients)
+        self._wait()
+        return list(named)
+
+    # --- what muon_in_grid.py overrides: in a grid not all parameters have the same group
+
+    optimizer_class = PlainMuon
+
+    def kind_of(self, p):  # equal for all vectors of a bucket
+        return (p.dtype,)
+
+    def owners_of(self, matrices):
+        return deal_to_owners(matrices, dist.get_world_size(self.group))
+
+    def make_bucket(self, parameters, owner):
+        check_whole(parameters)
+        return OwnedBucket(parameters, owner, self.group, self.microbatches * len(parameters))
+
+
+# --- owners and their buckets
 
 
 def flops(p, shape=None):
-    """FLOPs of a step's iterations on p, a matrix or a stack of them. shape: if not that of p."""
+    """FLOPs of a step's iterations on p, a matrix or a stack. shape: of the whole, for a shard."""
     shape = shape or p.shape
     m, n = sorted((getattr(p, "matrix_rows", shape[-2]), shape[-1]))
     count = math.prod(shape) // (m * n)
@@ -184,14 +366,12 @@ class OwnedBucket:
             p.data = self.weights[start:end].view_as(p)
             p.grad = self.gradients[start:end].view_as(p)
             self.slices.append(slice(start, end))
-            self.pieces.append(p if owner == self.rank else self.piece(start, end))
-
-    def piece(self, start, end):
-        """What this rank owns of weights[start:end], maybe nothing."""
-        part = slice(max(start, self.own_slice.start), min(end, self.own_slice.stop))
-        piece = nn.Parameter(self.weights[part])
-        piece.grad = self.gradients[part]
-        return piece
+            piece = p
+            if owner != self.rank:  # this rank owns a part of p, or nothing
+                part = slice(max(start, self.own_slice.start), min(end, self.own_slice.stop))
+                piece = nn.Parameter(self.weights[part])
+                piece.grad = self.gradients[part]
+            self.pieces.append(piece)
 
     def sum_on_owners(self):
         """Start to sum the gradients, each element on its owner alone. Returns the messages: one
@@ -218,188 +398,6 @@ def owned_slices(size, owner, ranks):
     return {rank: slice(ends[rank], ends[rank + 1]) for rank in range(ranks)}
 
 
-class Muon:
-    """Trains `model` over `group`: Muon for `matrices`, AdamW for its other parameters.
-
-        matrices = [p for p in model.blocks.parameters() if p.dim() > 1]
-        muon = Muon(model, group, matrices, lr=1e-3, microbatches=2)
-        for micro_batches, target_count in batches:    # the number of targets of all ranks
-            muon.zero_grad()                           # not the model's: that would replace p.grad
-            for x, y in micro_batches:                 # this rank's two
-                loss = cross_entropy(model(x), y, reduction="sum") / target_count
-                loss.backward()
-            muon.clip(muon.grad_norm(), 1.0)           # torch's would read unsummed gradients
-            muon.step()
-
-    Before Muon(...): tie, cast and freeze weights, move the model to one device, and give all ranks
-    equal weights. After finish() p.grad is complete on p's owner only. A parameter that got no
-    gradient still moves, by its momentum and its decay. Schedulers set learning rates in
-    muon.param_groups."""
-
-    optimizer_class = PlainMuon
-    takes_shards = False  # True in muon_in_grid.py: another technique may have cut parameters
-
-    def __init__(
-        self,
-        model,
-        group,
-        matrices,
-        lr=1e-3,
-        weight_decay=0.1,  # of each matrix, the embedding too; vectors have none
-        microbatches=1,  # the backward passes of a step
-        **options,  # momentum and dtype, of PlainMuon
-    ):
-        self.model, self.group, self.microbatches = model, group, microbatches
-        matrices = set(matrices)
-        check_matrices(matrices, model)
-        check_whole(self)
-
-        # 1  Buckets, in the order in which backward fills them. Each matrix has its own. Vectors
-        #    are small: they share one, the last
-        trained = [p for p in model.parameters() if p.requires_grad]
-        lists = [[p] for p in reversed(trained) if p.dim() > 1]
-        vectors = {}  # {kind: those that share a bucket}
-        for p in trained:
-            if p.dim() < 2:
-                vectors.setdefault(self.kind_of(p), []).append(p)
-        owners = self.owners_of([p for p in trained if p in matrices])
-        self.buckets = []
-        for parameters in [*lists, *vectors.values()]:
-            owner = owners.get(parameters[0])  # None: AdamW's, of all ranks
-            self.buckets.append(self.make_bucket(parameters, owner))
-
-        # 2  Hooks count the gradients
-        for bucket in self.buckets:
-            for p in bucket.parameters:
-                p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket))
-
-        # 3  The optimizers step on what this rank owns
-        own_matrices, decayed, undecayed = [], [], []
-        for bucket in self.buckets:
-            if bucket.owner is None:
-                (decayed if bucket.parameters[0].dim() > 1 else undecayed).extend(bucket.pieces)
-            elif bucket.owner == bucket.rank:
-                own_matrices += bucket.pieces
-        self.muon = self.optimizer_class([{"params": own_matrices}], lr, weight_decay, **options)
-        decays = (decayed, weight_decay), (undecayed, 0.0)
-        groups = [{"params": pieces, "weight_decay": decay} for pieces, decay in decays]
-        self.adamw = torch.optim.AdamW(groups, lr, betas=(0.9, 0.95), fused=True)  # GPT-3's betas
-        self.optimizers = self.muon, self.adamw
-
-        self.addresses = addresses_of(model)  # of weights and gradients, to notice a new one
-        self.messages = []  # on their way
-        self.finished = True  # whether the gradients are summed
-        self.zero_grad()
-
-    # --- a step
-    #
-    # zero_grad()  All gradients are 0.
-    # backward     Autograd adds to p.grad, a view of a bucket. _arrived counts, and starts to
-    #              reduce the buckets that are full, in order.
-    # finish()     Reduces what backward has not, and waits for all.
-    # step()       AdamW on this rank's pieces, Muon on its matrices. Each is sent once it is done.
-
-    def zero_grad(self):
-        """Start a step. After an exception in backward on any rank call finish() on all ranks
-        first: reductions may still run."""
-        check_zero_grad(self)
-        self.finished = False
-        self.reductions_started = 0  # the number of buckets whose reduction has started
-        for bucket in self.buckets:
-            bucket.gradients.zero_()
-            bucket.grads_left = bucket.grads_per_step
-
-    def _arrived(self, bucket, p):  # autograd has added to p.grad
-        check_grads_left(bucket)
-        bucket.grads_left -= 1
-        self._start_full_buckets()
-
-    def _start_full_buckets(self):
-        # In the same order on all ranks: swapped reductions would add up the wrong buckets,
-        # silently. So a bucket that is full early waits for those before it
-        for bucket in self.buckets[self.reductions_started :]:
-            if bucket.grads_left > 0:
-                break
-            self.messages += bucket.sum_on_owners()
-            self.reductions_started += 1
-
-    def finish(self):
-        """After the last backward of a step: each gradient is complete, on its owner. grad_norm(),
-        step() and gather_full() call it, too."""
-        if self.finished:
-            return
-        check_addresses(self)
-        for bucket in self.buckets:
-            bucket.grads_left = 0  # a rank that ran fewer passes must still join the reductions
-        self._start_full_buckets()
-        self._wait()
-        self.finished = True
-
-    def grad_norm(self):
-        """The norm of the whole gradient: a float64 scalar, the same on all ranks."""
-        self.finish()
-        parts = [bucket.own_gradient for bucket in self.buckets]  # each element has one owner
-        square = sum(torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in parts)
-        dist.all_reduce(square, group=self.group)
-        return square.sqrt()
-
-    def clip(self, norm, limit):
-        """Scale the gradients so that their norm is at most `limit` (0: leave them)."""
-        if limit > 0:
-            scale = (limit / (norm + 1e-6)).clamp(max=1.0)
-            for bucket in self.buckets:
-                bucket.own_gradient.mul_(scale.to(bucket.gradients.dtype))
-
-    def step(self):
-        """Step on what this rank owns, and send the new weights to all. One matrix is sent while
-        its owner iterates on the next."""
-        self.finish()
-        self.adamw.step()
-        [settings] = self.muon.param_groups  # all matrices are in one
-        for bucket in self.buckets:
-            if bucket.owner == bucket.rank:
-                self.muon.step_on(bucket.parameters[0], settings)
-            self.messages += bucket.send_from_owners(bucket.weights)
-        self._wait()
-
-    def _wait(self):
-        for message in self.messages:
-            message.wait()
-        self.messages = []
-
-    # --- beside a step: schedules, checkpoints, whole gradients
-
-    @property
-    def param_groups(self):
-        return self.muon.param_groups + self.adamw.param_groups  # for learning rates
-
-    def update_weights(self):
-        """Bring the owners' weights to all ranks, after a checkpoint filled them."""
-        for bucket in self.buckets:
-            self.messages += bucket.send_from_owners(bucket.weights)
-        self._wait()
-
-    def gather_full(self, named=()):
-        """Bring the complete gradients to every rank's p.grad, for checks. All ranks call it.
-        Returns the list of `named`, as zero.py's does."""
-        self.finish()
-        for bucket in self.buckets:
-            self.messages += bucket.send_from_owners(bucket.gradients)
-        self._wait()
-        return list(named)
-
-    # --- what muon_in_grid.py overrides: in a grid not all parameters have the same group
-
-    def kind_of(self, p):  # equal for all vectors of a bucket
-        return (p.dtype,)
-
-    def owners_of(self, matrices):
-        return deal_to_owners(matrices, dist.get_world_size(self.group))
-
-    def make_bucket(self, parameters, owner):
-        return OwnedBucket(parameters, owner, self.group, self.microbatches * len(parameters))
-
-
 # --- mistakes that would be silent: refused
 
 
@@ -412,8 +410,8 @@ def check_matrices(matrices, model):
             raise ValueError(f"{tuple(p.shape)} is no matrix of the model, nor a stack of them")
 
 
-def check_whole(muon):
-    if not muon.takes_shards and any(hasattr(p, "placement") for p in muon.model.parameters()):
+def check_whole(parameters):
+    if any(hasattr(p, "placement") for p in parameters):
         raise ValueError("another technique has cut the model: take muon_in_grid.ComposedMuon")
 
 

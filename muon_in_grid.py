@@ -12,7 +12,7 @@ Computed  t owners iterate on the same matrix. An all-to-all in place of the all
           back, would give each 1/t of the matrices.
 Cuts      Only a cut through matrices needs the all-gather. A rank's heads of q, k and v are whole
           matrices, and so are its experts.
-Norm      As in composition.py.
+Norm      As in composition.py, where what an owner has counts as a ZeRO shard does.
 Copy      The top of muon.py, and composition.py's up to its classes.
 
     torchrun --nproc_per_node=4 muon_in_grid.py --tp 2     python train.py --tp 2 --optimizer muon
@@ -56,22 +56,12 @@ class ShardedMuon(PlainMuon):
         return part
 
     def cuts_within(self, p):
-        """[(dimension, cut)] of the cuts that go through p's matrices. A cut between matrices, such
-        as heads or a stack's experts, leaves each whole."""
-        # q, k and v are a pile of heads in dimension 0, cut between heads
-        first = 1 if hasattr(p, "matrix_rows") else p.dim() - 2
-        cuts = placed(p, "cuts", {}).items()
-        return [(dim, cut) for dim, cut in cuts if dim is not None and dim >= first]
-
-    found_inf = None  # a tensor: where it is 1 a step changes nothing, as in torch's optimizers
-
-    def step_on(self, p, settings):
-        if self.found_inf is not None:
-            # lr = 0 keeps the weights. A gradient that equals the average keeps the average
-            average = self.state[p].get("average", 0.0)
-            p.grad.copy_(torch.where(self.found_inf > 0, average, p.grad))
-            settings = settings | {"lr": settings["lr"] * (1 - self.found_inf.double())}
-        super().step_on(p, settings)
+        """The cuts through p's matrices, as [(dimension, cut)]. p may be many matrices: experts one
+        behind the other, heads one above the other. A cut between two leaves both whole."""
+        through = [p.dim() - 2, p.dim() - 1]  # rows and columns of a matrix
+        if hasattr(p, "matrix_rows"):  # each head's rows are a matrix: row cuts are between heads
+            through.remove(0)
+        return [(dim, cut) for dim, cut in placed(p, "cuts", {}).items() if dim in through]
 
 
 # --- in a grid: each shard has an owner in its column
@@ -87,7 +77,6 @@ class ComposedMuon(Muon):
     pipeline_stages: {stage: its module}, for a rank with several stages of a pipeline."""
 
     optimizer_class = ShardedMuon
-    takes_shards = True
 
     def __init__(self, model, group, *arguments, pipeline_stages=None, **options):
         modules = pipeline_stages.values() if pipeline_stages else [model]
@@ -126,10 +115,12 @@ class ComposedMuon(Muon):
                     dist.all_reduce(bucket.own_gradient, group=group)
 
     def grad_norm(self, groups=(), pipeline_group=None):
-        """groups: those of the grid beside Muon's own, as [tp]. pipeline_group: as InGrid's."""
+        """As of InGrid in composition.py: groups are those of the grid beside Muon's own, [tp]."""
         self.finish()
         parts = []
-        for bucket in self.buckets:  # of parameters that are cut alike. One rank has each element
+        for bucket in self.buckets:
+            # Its parameters are cut alike, so one stands for all. Each element has one owner in a
+            # column: as with ZeRO's shards the number of copies is divided by the ranks of a column
             shards = dist.get_world_size(bucket.group)
             parts.append((bucket.parameters[0], bucket.own_gradient, shards))
         device = next(self.model.parameters()).device

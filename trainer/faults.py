@@ -2,6 +2,9 @@
 
 import functools
 
+import torch
+
+from muon import PlainMuon
 from proof.ledger import optimizers_of
 
 
@@ -11,6 +14,20 @@ def skip_where(found_inf, optimizer):
     for each in optimizers_of(optimizer):
         first = next((p for group in each.param_groups for p in group["params"]), found_inf)
         each.found_inf = found_inf.to(first.device)  # torch's fused optimizers look at it
+        if isinstance(each, PlainMuon):
+            skip_muon_where(found_inf, each)
+
+
+def skip_muon_where(found_inf, muon):
+    def change(*_):  # when its step begins: gradients are clipped by then
+        hook.remove()
+        for settings in muon.param_groups:
+            settings["lr"] *= 1 - found_inf.double()  # 0 keeps the weights. Each step sets it anew
+            for p in settings["params"]:  # a gradient that equals the average keeps the average
+                average = muon.state[p].get("average", 0.0)
+                p.grad.copy_(torch.where(found_inf > 0, average, p.grad))
+
+    hook = muon.register_step_pre_hook(change)
 
 
 def first_nonfinite(runner, batches):

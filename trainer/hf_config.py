@@ -156,10 +156,6 @@ class RopeScaling:
         stay = ((rounds - self.low_freq_factor) / width).clamp(0, 1)
         return (1 - stay) * frequencies / self.factor + stay * frequencies
 
-    def written(self):
-        """As config.json has it."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
-
 
 def rope_of(theirs):
     """(theta, RopeScaling or None). As in transformers, rope_scaling goes before rope_parameters,
@@ -200,5 +196,6 @@ def write(config):
     else:
         content |= dict(hidden_act="silu", attention_bias=False, sliding_window=None)
     if config.rope_scaling is not None:
-        content["rope_scaling"] = config.rope_scaling.written()
+        scaling = asdict(config.rope_scaling).items()
+        content["rope_scaling"] = {name: value for name, value in scaling if value is not None}
     return content | {name: getattr(config, ours) for ours, name in names.items()}

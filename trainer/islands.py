@@ -125,8 +125,7 @@ class Averaging(diloco.DiLoCo):
 
     def average_if_due(self, step):
         """After step number `step` of this island: an outer step, for the parts that are due."""
-        steps = step + 1
-        last = steps == self.args.steps
+        last = step + 1 == self.args.steps
         with self.ledger:
             arrived = self.step()
             if last:

@@ -83,8 +83,7 @@ def check(args, config):
 
 
 def export(run, model, optimizer, island):
-    """Write the whole model from rank 0, in whose memory it must fit. island: see
-    whole_weights."""
+    """Write the whole model from rank 0, whose memory it must fit. island: as of whole_weights."""
     args = run.args
     if not args.export:
         return
@@ -169,10 +168,9 @@ def recorder_names(folder):
     if config.experts:
         raise ValueError("a mixture's names are not known to the recorder: give it your own")
     names = {name: theirs(name, config)[:2] for name in presets.parameter_shapes(config)}
+    embed, block = "model.embed_tokens", "model.layers"
     if config.norm == "layernorm":
         embed, block = "transformer.drop", "transformer.h"
-    else:
-        embed, block = "model.embed_tokens", "model.layers"
     blocks = {f"blocks.{i}": f"{block}.{i}" for i in range(config.layers)}
     return names, {"embed": embed} | blocks
 

@@ -104,20 +104,17 @@ class Recording(Recorder):
         yield from summaries.items()
 
     def record(self, batches, loss, norm):
-        """Write a step: its line, and its file."""
+        """Write a step: its line, and a file with its batch."""
+        run = self.run
         with _disable_current_modes():
             self.parameters = dict(self.named())
             tokens, targets = (torch.cat([batch[i] for batch in batches]) for i in (0, 1))
-            self.step(tokens, targets, loss=loss, norm=norm, lr=self.run.lr)
-            self.write_batch()
-
-    def write_batch(self):
-        run = self.run
-        if run.rank == 0:
-            [(tokens, targets, _)] = run.microbatches(run.step, pieces=1)
-            tensors = {"tokens": tokens.contiguous(), "targets": targets.contiguous()}
-            path = os.path.join(run.args.record, f"step-{self.number}.safetensors")
-            safetensors.torch.save_file(tensors, path)
+            self.step(tokens, targets, loss=loss, norm=norm, lr=run.lr)
+            if run.rank == 0:
+                [(tokens, targets, _)] = run.microbatches(run.step, pieces=1)
+                tensors = {"tokens": tokens.contiguous(), "targets": targets.contiguous()}
+                path = os.path.join(run.args.record, f"step-{self.number}.safetensors")
+                safetensors.torch.save_file(tensors, path)
 
     def finish(self):
         self.parameters = dict(self.named())  # after the last step

@@ -65,8 +65,7 @@ def generate(runner, length):
 def logits_after(runner, window):
     """The logits (V,) after the tokens (1, T), where the last stage and token are; else None."""
     results = runner.forward_only([(window, None, None)], None)
-    starts = documents.starts_of(window, runner.run.args)
-    held = runner.positions_of(window.shape[1], starts)
+    held = runner.positions_of(window.shape[1], documents.starts_of(window, runner.run.args))
     last = (held == window.shape[1] - 1).nonzero().flatten()
     if not results or not len(last):
         return None

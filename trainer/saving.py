@@ -31,8 +31,7 @@ def add_flags(parser):
 
 
 def check(args):
-    """Refuse, before hours of training, a folder that can't be written after them, or whose
-    checkpoints would be mixed up."""
+    """Refuse a folder that can't be written, or where checkpoints of two runs would mix."""
     if (args.save_every or args.resume) and not args.out:
         raise Refused("--save-every and --resume need --out, the folder of the checkpoints")
     if not args.out or args.only_sample:

@@ -25,8 +25,7 @@ def validate(runner):
     run, groups = runner.run, runner.groups
     loss, pieces = run.zero(), run.args.eval_batches
     for i in range(pieces):
-        batches = runner.batches(i, split="val")
-        batches = [(tokens, targets, None) for tokens, targets, _ in batches]  # without dropout
+        batches = [(x, y, None) for x, y, _ in runner.batches(i, split="val")]  # no dropout
         loss = sum(runner.forward_only(batches, run.target_count * pieces), loss)
     harness.sum_over([groups["dp"], groups["pp"]], loss)
     run.print(f"validation loss {loss:.4f}")
