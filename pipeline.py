@@ -151,12 +151,10 @@ class Pipeline:
             optimizer.step()
 
     target_count: the number of targets of the whole batch, all micro-batches and all data-parallel
-    ranks. A mean per micro-batch would be wrong where these have different numbers of targets.
-    shape, dtype: of the activations between stages, the same for every micro-batch and rank. After
-    an exception make a new one: messages may be on their way.
-
-    links: of this pipeline, if there are several (see make_links). around(action): a context
-    manager, entered while an action computes, not while it waits; for ZeRO."""
+    ranks. (b, T, C) and dtype: of the activations between stages, the same for all micro-batches.
+    links, for one pipeline of several: open_links(make_links(ranks), schedule, device). around, for
+    ZeRO: a context manager, entered as around(action) while an action computes. After an exception
+    make a new Pipeline: messages may be on their way."""
 
     def __init__(
         self, schedule, forward, shape, dtype, device, links=None, around=contextlib.nullcontext
@@ -187,9 +185,8 @@ class Pipeline:
 
     def compute(self, action, received):
         """Turn the message that an action waits for into the message that it sends."""
-        if action.kind == "F":
-            return self.forward(action.microbatch, action.stage, received)
-        return self.backward(action.microbatch, action.stage, received)
+        run = self.forward if action.kind == "F" else self.backward
+        return run(action.microbatch, action.stage, received)
 
     def forward(self, m, stage, x):
         if x is not None and torch.is_grad_enabled():
@@ -241,61 +238,7 @@ class Pipeline:
         self.sends.append((tensor, dist.isend(tensor, group=group, group_dst=message.target)))
 
 
-# --- a schedule: each rank's row of actions, and the message that an action waits for or sends
-
-
-class Message(NamedTuple):
-    """Activations (kind "F") or their gradient (kind "B") on their way to a stage."""
-
-    kind: str
-    microbatch: int
-    stage: int
-    source: int  # rank
-    target: int  # rank
-
-
-class Schedule:
-    """A row of actions for each rank: schedule[rank]. owner: {stage: the rank that holds it}. last:
-    the last stage. Raises ValueError if an action is missing or there twice, if two ranks hold a
-    stage, or if ranks would wait for each other."""
-
-    def __init__(self, rows):
-        self.rows = [tuple(row) for row in rows]
-        self.owner = {}
-        for rank, row in enumerate(self.rows):
-            self.owner |= {action.stage: rank for action in row}
-        self.last = len(self.owner) - 1
-        check_actions(self)
-        self.receives_before = plan_receives(self)
-
-    def __getitem__(self, rank):
-        return self.rows[rank]
-
-    def stages(self, rank):
-        return sorted(stage for stage, owner in self.owner.items() if owner == rank)
-
-    def steps(self, rank):
-        """A rank's actions, in tuples of those that start together. dualpipe.py pairs some."""
-        return [(action,) for action in self[rank]]
-
-    def outgoing(self, action):
-        """The message that an action sends: F to the next stage, B or I to the stage before. None
-        at the ends of the pipeline, and for W."""
-        kind, m, stage = action
-        receiver = stage + 1 if kind == "F" else stage - 1
-        if kind == "W" or receiver not in self.owner:
-            return None
-        kind = "F" if kind == "F" else "B"  # I sends what B would
-        return Message(kind, m, receiver, self.owner[stage], self.owner[receiver])
-
-    def incoming(self, action):
-        """The message that an action waits for, or None. F of stage 3 waits for what F of stage 2
-        sends, B of stage 3 for what B of stage 4 sends."""
-        sender = action.stage - 1 if action.kind == "F" else action.stage + 1
-        return self.outgoing(action._replace(stage=sender)) if sender in self.owner else None
-
-
-# --- schedules: how to make a rank's row
+# --- rows: a rank's actions in order
 
 
 class Row(list):
@@ -335,11 +278,10 @@ def interleaved(rank, ranks, microbatches, chunks=2):
     if microbatches % ranks:
         count = f"a multiple of {ranks} micro-batches, as many as ranks"
         raise ValueError(f"interleaved needs {count}, not {microbatches}")
-    stages = range(rank, chunks * ranks, ranks)
+    stages, rounds = range(rank, chunks * ranks, ranks), microbatches // ranks
     # On rank 0 of 2 0 0 2 2 0 0 ..., and 2 2 0 0 2 2 ...
-    forwards = [stage for stage in stages for _ in range(ranks)] * (microbatches // ranks)
-    backwards = [stage for stage in reversed(stages) for _ in range(ranks)]
-    backwards *= microbatches // ranks
+    forwards = [stage for stage in stages for _ in range(ranks)] * rounds
+    backwards = [stage for stage in reversed(stages) for _ in range(ranks)] * rounds
     # Warm-up: p forwards for every local stage but the last, plus two for each later rank, the
     # round trip of the first micro-batch
     ahead = min((chunks - 1) * ranks + 2 * (ranks - 1 - rank), len(forwards))
@@ -351,27 +293,80 @@ def interleaved(rank, ranks, microbatches, chunks=2):
     return row
 
 
+# --- a schedule: the rows of all ranks, and the messages between them
+
+
+class Message(NamedTuple):
+    """Activations (kind "F") or their gradient (kind "B") on their way to a stage."""
+
+    kind: str
+    microbatch: int
+    stage: int
+    source: int  # rank
+    target: int  # rank
+
+
+class Schedule:
+    """A row of actions for each rank: schedule[rank]. owner: {stage: the rank that holds it}. last:
+    the last stage. Raises ValueError if an action is missing or there twice, if two ranks hold a
+    stage, or if ranks would wait for each other."""
+
+    def __init__(self, rows):
+        self.rows = [tuple(row) for row in rows]
+        self.owner = {}
+        for rank, row in enumerate(self.rows):
+            self.owner |= {action.stage: rank for action in row}
+        self.last = len(self.owner) - 1
+        check_actions(self)
+        self.receives_before = plan_receives(self)
+
+    def __getitem__(self, rank):
+        return self.rows[rank]
+
+    def stages(self, rank):
+        return sorted(stage for stage, owner in self.owner.items() if owner == rank)
+
+    def steps(self, rank):
+        """A rank's actions, in tuples of those that start together. dualpipe.py pairs some."""
+        return [(action,) for action in self[rank]]
+
+    def incoming(self, action):
+        """The message that an action waits for: F from the stage before, B from the next one."""
+        before = action.stage - 1 if action.kind == "F" else action.stage + 1
+        return self.message(action, before, action.stage)
+
+    def outgoing(self, action):
+        """The message that an action sends: F to the next stage, B to the stage before."""
+        following = action.stage + 1 if action.kind == "F" else action.stage - 1
+        return self.message(action, action.stage, following)
+
+    def message(self, action, sender, receiver):
+        """None at the ends of the pipeline. I sends what B would, W nothing."""
+        if action.kind == "W" or sender not in self.owner or receiver not in self.owner:
+            return None
+        kind = "F" if action.kind == "F" else "B"
+        return Message(kind, action.microbatch, receiver, self.owner[sender], self.owner[receiver])
+
+
 # --- what nccl needs: a time for each receive, and groups that do not block each other
 
 
 def plan_receives(schedule):
-    """{action: the messages whose receives a rank posts before it}.
+    """{action: the messages whose receives a rank posts before it}. A receive stands before the
+    first action that its rank has not begun when the message is sent, if all take equally long:
 
         1F1B on rank 1 of 3. <F1 posts the receive of F1's input, <B1 that of B1's gradient
         <F0 F0 <F1 F1 <F2 <B0 B0 <B1 F2 B1 <F3 <B2 F3 B2 <F4 <B3 F4 B3 <B4 B4
 
-    A receive on nccl is a kernel that spins until its message is there. CUDA may wait for it before
-    it loads a kernel or frees memory. So a receive posted too early hangs: this rank waits for a
-    rank that waits for this one.
-
-    Here each rank runs its row without computing, an action per round if its message was sent in an
-    earlier round. When a rank sends, the receive is put before the receiver's next action. Within a
-    round the last rank is first. So a gradient travels during a forward (<B1 F2 B1), and most
-    activations are received just before they are needed (<F1 F1)."""
+    So a gradient travels during a forward (<B1 F2 B1); most activations are received just before
+    they are needed (<F1 F1). Posted earlier, a receive could hang on nccl: it is a kernel that
+    spins until its message is there, and CUDA may wait for it before it loads a kernel or frees
+    memory. If the sender then waits for this rank, neither goes on."""
     plan = collections.defaultdict(list)
     rows = [collections.deque(schedule.steps(rank)) for rank in range(len(schedule.rows))]
     sent = {None}  # None: the message of an action that waits for nothing
     while any(rows):
+        # A round: each rank whose message was sent in an earlier one runs an action, the last first
         ready = [row for row in rows if row and sent.issuperset(map(schedule.incoming, row[0]))]
         if not ready:
             raise ValueError("each rank waits for another one")
@@ -387,8 +382,8 @@ def plan_receives(schedule):
 def make_links(ranks=None):
     """A pipeline's four groups: activations and gradients have one each, to later ranks and to
     earlier ones. nccl passes a group's messages between two ranks one by one, in order: in one
-    group two could block each other. Every process calls this, for every pipeline, in one order, as
-    dist.new_group. Then open_links(links, schedule, device) on the pipeline's ranks."""
+    group two could block each other. As dist.new_group: every process calls this, for every
+    pipeline, in one order."""
     return [dist.new_group(ranks) for _ in range(4)]
 
 
@@ -401,11 +396,9 @@ def open_links(links, schedule, device):
     blocks until both ranks are there: two that first send to each other would wait for ever.
     Returns the links."""
     rank, number = dist.get_rank(links[0]), torch.zeros(1, device=device)
-    messages = sorted(itertools.chain(*schedule.receives_before.values()))
-    first = {}  # {(kind, source, target): message}
-    for message in messages:
-        first.setdefault((message.kind, message.source, message.target), message)
-    for message in first.values():
+    messages = itertools.chain(*schedule.receives_before.values())
+    one_of_each = {(m.kind, m.source, m.target): m for m in messages}
+    for message in one_of_each.values():
         group = group_for(links, message)
         if rank == message.source:
             dist.send(number, group=group, group_dst=message.target)

@@ -1,7 +1,5 @@
-"""What a pipeline schedule is worth: simulated without ranks.
-
-A schedule is pipeline.py's: for each rank a list of actions. Spans are a schedule with times: for
-each rank a list of (start, end, action).
+"""Schedules of pipelines by name, and what they are worth: simulated without ranks. Spans are a
+schedule with times: for each rank a list of (start, end, action).
 """
 
 import collections
@@ -54,9 +52,6 @@ def executor(name, whole):
     return whole if SCHEDULES[name][0] == "pipeline" else import_module("zero_bubble").SplitPipeline
 
 
-# --- from flags
-
-
 def check_schedule(args, config, ranks):
     """Refuse a schedule of --schedule, --microbatches and --chunks that does not exist, and a model
     with fewer layers than stages."""
@@ -87,10 +82,8 @@ def flags(group):
 
 def stage_layers(config, stages):
     """The range of layers of each stage, balanced by a token's FLOPs: the most expensive stage is
-    as cheap as can be, and of such cuts the most even one is taken.
-
-    The output projection counts with the last layer. The embedding is a look-up: no work beside a
-    layer's. Raises ValueError for fewer layers than stages."""
+    as cheap as can be, and of such cuts the most even one is taken. The output projection counts
+    with the last layer. The embedding is a look-up: no work beside a layer's."""
     if config.layers < stages:
         what = f"{config.layers} layers are too few for {stages} pipeline stages"
         raise ValueError(f"{what}: use fewer stages, or more --layers")
@@ -133,8 +126,7 @@ def simulate(schedule, time=unit, transfer=0.0, together=lambda step, time: sum(
                 actions = row.popleft()
                 start = free = of_rank[-1][1] if of_rank else 0.0
                 for action in actions:
-                    for message in schedule.receives_before.get(action, []):
-                        posted[message] = free
+                    posted |= dict.fromkeys(schedule.receives_before.get(action, []), free)
                 for message in map(schedule.incoming, actions):
                     there = sent[message]
                     if message in posted:  # else none, or from this rank
@@ -232,7 +224,6 @@ class GradientsInW:
     def __call__(self, action):
         self.in_w = action.kind == "W"
         yield
-        self.in_w = False
 
     def arrived(self, parameter):
         self.count += self.in_w
