@@ -456,8 +456,7 @@ def main(doc=__doc__, default="1f1b"):
     """zero_bubble.py calls it with a docstring and a schedule of its own."""
     parser = harness.parser(doc, microbatches=8)
     g = parser.add_argument_group("pipeline")
-    names = list(schedules.SCHEDULES)  # of zero_bubble.py and dualpipe.py, too
-    g.add_argument("--schedule", choices=names, help=f"(default: {default})")
+    g.add_argument("--schedule", choices=schedules.SCHEDULES, help=f"(default: {default})")
     g.add_argument("--chunks", **harness.POSITIVE, help="stages a rank of interleaved (default: 2)")
     schedules.flags(g)
     args = parser.parse_args()
@@ -466,11 +465,7 @@ def main(doc=__doc__, default="1f1b"):
     args.schedule = args.schedule or default
     config = harness.configure(args)
     harness.check_batch(args, 1)  # refuses one that does not divide into micro-batches
-
-    def check(world):  # before the ranks start
-        schedules.check_schedule(args, config, world)
-
-    proof.launch(demo, args, check=check)
+    proof.launch(demo, args, check=lambda world: schedules.check_schedule(args, config, world))
 
 
 def demo(run):
