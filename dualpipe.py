@@ -216,22 +216,16 @@ class DualPipe(SplitPipeline):
     def __init__(self, *args, turns, **options):
         super().__init__(*args, **options)
         self.turns = turns
+        self.row = self.schedule.steps(dist.get_rank(self.links[0]))  # tuples of an action or two
 
-    def run(self):
-        """Pipeline.run, in steps of an action or two that overlap. What differs is `calls`."""
-        self.begin()
-        losses = []
-        for step in self.schedule.steps(dist.get_rank(self.links[0])):
-            calls = [functools.partial(self.compute, a, self.receive(a)) for a in step]
-            with self.around(step[0]):  # a pair: the backward, then the forward
-                results = self.turns.overlap(*calls) if len(step) == 2 else [calls[0]()]
-            for action, result in zip(step, results):
-                self.send(action, result)
-                if action.kind == "F" and action.stage == self.schedule.last:
-                    losses.append(result)
-            del calls, results, result  # frees them while this rank waits
-        self.end()
-        return losses
+    def run_action(self, step):
+        if len(step) == 1:
+            return super().run_action(*step)
+        calls = [functools.partial(self.compute, action, self.receive(action)) for action in step]
+        with self.around(step[0]):  # the backward
+            results = self.turns.overlap(*calls)
+        for action, result in zip(step, results):
+            self.send(action, result)
 
 
 # --- what torch keeps per thread
@@ -263,25 +257,8 @@ import harness
 import proof
 import receipts.dualpipe
 import receipts.pipeline
-from pipeline import gpipe, interleaved, one_f_one_b, open_links
+from pipeline import open_links
 from receipts.train import ExpertRows
-from zero_bubble import zb_h1, zb_h2, zb_v
-
-# --- all schedules by name, for train.py, pipeline.py and zero_bubble.py
-
-WHOLE = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved}
-SPLIT = {"zb-h1": zb_h1, "zb-h2": zb_h2, "zb-v": zb_v, "dualpipev": dualpipev}
-ALL_SCHEDULES = WHOLE | SPLIT
-
-
-@functools.cache
-def find_schedule(name, ranks, microbatches, chunks=None):
-    """The schedule of that name. chunks: stages per rank of interleaved; others have their own
-    number. Raises ValueError where none exists for these numbers."""
-    make_row, options = ALL_SCHEDULES[name], {}
-    if chunks and name == "interleaved":
-        options["chunks"] = chunks
-    return Schedule(make_row(rank, ranks, microbatches, **options) for rank in range(ranks))
 
 
 def main():
@@ -296,7 +273,7 @@ def main():
     def check(world):  # before the ranks start
         args.ep = args.ep or min(2, world)
         expert_parallel.experts_of_ranks(config.experts, args.ep)
-        receipts.dualpipe.check(find_schedule, args, config, world)
+        receipts.dualpipe.check(args, config, world)
 
     proof.launch(demo, args, check=check)
 

@@ -116,7 +116,7 @@ def plain_pipeline(stage, row, inputs, targets, loss_fn, like, down, up):
 
 
 # --- the same for any schedule: with several stages on a rank, stages without gradients, and
-#     gradients that arrive while a rank computes. First a schedule: each rank's actions in order
+#     gradients that arrive while a rank computes
 
 
 class Action(NamedTuple):
@@ -125,119 +125,6 @@ class Action(NamedTuple):
     kind: str
     microbatch: int
     stage: int
-
-
-class Row(list):
-    """A rank's actions. It numbers the micro-batches: each stage takes them in order.
-
-    row.add("FB", 0, 2)    # F0 and B0 of stage 0, then F0 and B0 of stage 2"""
-
-    def __init__(self, kinds="", *stages):
-        super().__init__()
-        self.counts = collections.Counter()  # {(kind, stage): how many}
-        self.add(kinds, *stages)
-
-    def add(self, kinds, *stages):
-        for stage in stages:
-            for kind in kinds:
-                self.append(Action(kind, self.counts[kind, stage], stage))
-                self.counts[kind, stage] += 1
-
-
-def gpipe(rank, ranks, microbatches):
-    """A stage per rank, all with the same row: F0 F1 F2 B0 B1 B2"""
-    return Row(gpipe_row(rank, ranks, microbatches), rank)
-
-
-def one_f_one_b(rank, ranks, microbatches):
-    """A stage per rank. Rank 0 of 3:  F0 F1 F2 B0 F3 B1 F4 B2 B3 B4"""
-    return Row(one_f_one_b_row(rank, ranks, microbatches), rank)
-
-
-def interleaved(rank, ranks, microbatches, chunks=2):
-    """Several stages per rank, which plain_pipeline can't run: rank r holds r, p + r, 2 p + r, ...
-    Ranks work m / (m + (p - 1) / chunks) of the time, for about `chunks` times as many messages and
-    more activations in memory. A rank runs p forwards on its first stage, then the same p on the
-    next, and so on, then the next p. Backwards go from its last stage to its first.
-
-        rank 0 of 2:  F0 F1 F0' F1' F2 B0' F3 B1' F2' B0 F3' B1 B2' B3' B2 B3    ' is on stage 2"""
-    if microbatches % ranks:
-        count = f"a multiple of {ranks} micro-batches, as many as ranks"
-        raise ValueError(f"interleaved needs {count}, not {microbatches}")
-    stages = range(rank, chunks * ranks, ranks)
-    # On rank 0 of 2 0 0 2 2 0 0 ..., and 2 2 0 0 2 2 ...
-    forwards = [stage for stage in stages for _ in range(ranks)] * (microbatches // ranks)
-    backwards = [stage for stage in reversed(stages) for _ in range(ranks)]
-    backwards *= microbatches // ranks
-    # Warm-up: p forwards for every local stage but the last, plus two for each later rank, the
-    # round trip of the first micro-batch
-    ahead = min((chunks - 1) * ranks + 2 * (ranks - 1 - rank), len(forwards))
-    row = Row("F", *forwards[:ahead])
-    for forward, backward in zip(forwards[ahead:], backwards):
-        row.add("F", forward)
-        row.add("B", backward)
-    row.add("B", *backwards[len(backwards) - ahead :])
-    return row
-
-
-# --- what an action waits for, and what it sends
-
-
-class Message(NamedTuple):
-    """Activations (kind "F") or their gradient (kind "B") on their way to a stage."""
-
-    kind: str
-    microbatch: int
-    stage: int
-    source: int  # rank
-    target: int  # rank
-
-
-class Schedule:
-    """A row of actions for each rank: schedule[rank]. owner: {stage: the rank that holds it}. last:
-    the last stage. Raises ValueError if an action is missing or there twice, if two ranks hold a
-    stage, or if ranks would wait for each other."""
-
-    def __init__(self, rows):
-        self.rows = [tuple(row) for row in rows]
-        self.owner = {}
-        for rank, row in enumerate(self.rows):
-            self.owner |= {action.stage: rank for action in row}
-        self.last = len(self.owner) - 1
-        check_actions(self)
-        self.receives_before = plan_receives(self)
-
-    def __getitem__(self, rank):
-        return self.rows[rank]
-
-    def stages(self, rank):
-        return sorted(stage for stage, owner in self.owner.items() if owner == rank)
-
-    def steps(self, rank):
-        """A rank's actions, in tuples of those that start together. dualpipe.py pairs some."""
-        return [(action,) for action in self[rank]]
-
-    def outgoing(self, action):
-        """The message that an action sends: F to the next stage, B or I to the stage before. None
-        at the ends of the pipeline, and for W."""
-        kind, m, stage = action
-        receiver = stage + 1 if kind == "F" else stage - 1
-        if kind == "W" or receiver not in self.owner:
-            return None
-        kind = "F" if kind == "F" else "B"  # I sends what B would
-        return Message(kind, m, receiver, self.owner[stage], self.owner[receiver])
-
-    def incoming(self, action):
-        """The message that an action waits for, or None. F of stage 3 waits for what F of stage 2
-        sends, B of stage 3 for what B of stage 4 sends."""
-        sender = action.stage - 1 if action.kind == "F" else action.stage + 1
-        return self.outgoing(action._replace(stage=sender)) if sender in self.owner else None
-
-
-# --- the executor. For each action of a rank's row, in order:
-#     receive    the message that it waits for (Schedule.incoming)
-#     compute    the forward or backward of its stage
-#     send       the result, to the next stage or the one before (Schedule.outgoing)
 
 
 class Pipeline:
@@ -264,13 +151,10 @@ class Pipeline:
             optimizer.step()
 
     target_count: the number of targets of the whole batch, all micro-batches and all data-parallel
-    ranks. A mean per micro-batch would be wrong where these have different numbers of targets.
-    shape, dtype: of the activations between stages, the same for every micro-batch and rank. After
-    an exception make a new one: messages may be on their way.
-
-    Beside other techniques: links, for one pipeline of several, is open_links(make_links(ranks),
-    schedule, device). around(action), for ZeRO, is a context manager, entered while an action
-    computes, not while it waits."""
+    ranks. (b, T, C) and dtype: of the activations between stages, the same for all micro-batches.
+    links, for one pipeline of several: open_links(make_links(ranks), schedule, device). around, for
+    ZeRO: a context manager, entered as around(action) while an action computes. After an exception
+    make a new Pipeline: messages may be on their way."""
 
     def __init__(
         self, schedule, forward, shape, dtype, device, links=None, around=contextlib.nullcontext
@@ -283,33 +167,26 @@ class Pipeline:
     def run(self):
         """All actions of this rank's row. Returns the last stage's results, detached, on its rank,
         and [] on the others."""
-        self.begin()
-        results = []
-        for action in self.row:
-            received = self.receive(action)  # None on stage 0, and for the backward of the loss
-            with self.around(action):
-                result = self.compute(action, received)
-            self.send(action, result)
-            if action.kind == "F" and action.stage == self.schedule.last:
-                results.append(result)
-            del received, result  # frees them while this rank waits
-        self.end()
-        return results
-
-    def begin(self):
         self.saved = {}  # {(micro-batch, stage): input and output, from forward to backward}
         self.arriving = {}  # {message: (tensor, handle of its receive)}
         self.sends = []  # (tensor, handle) of those on their way
-
-    def end(self):
+        self.results = []
+        for action in self.row:
+            self.run_action(action)
         for _, work in self.sends:
             work.wait()
+        return self.results
+
+    def run_action(self, action):
+        received = self.receive(action)  # None on stage 0, and for the backward of the loss
+        with self.around(action):
+            result = self.compute(action, received)
+        self.send(action, result)
 
     def compute(self, action, received):
         """Turn the message that an action waits for into the message that it sends."""
-        if action.kind == "F":
-            return self.forward(action.microbatch, action.stage, received)
-        return self.backward(action.microbatch, action.stage, received)
+        run = self.forward if action.kind == "F" else self.backward
+        return run(action.microbatch, action.stage, received)
 
     def forward(self, m, stage, x):
         if x is not None and torch.is_grad_enabled():
@@ -317,6 +194,8 @@ class Pipeline:
         y = self.stage_forward(stage, m, x)
         if y.requires_grad:
             self.saved[m, stage] = x, y
+        if stage == self.schedule.last:
+            self.results.append(y.detach())
         return y.detach()
 
     def backward(self, m, stage, gradient):
@@ -359,46 +238,152 @@ class Pipeline:
         self.sends.append((tensor, dist.isend(tensor, group=group, group_dst=message.target)))
 
 
+# --- rows: a rank's actions in order
+
+
+class Row(list):
+    """A rank's actions. It numbers the micro-batches: each stage takes them in order.
+
+    row.add("FB", 0, 2)    # F0 and B0 of stage 0, then F0 and B0 of stage 2"""
+
+    def __init__(self, kinds="", *stages):
+        super().__init__()
+        self.counts = collections.Counter()  # {(kind, stage): how many}
+        self.add(kinds, *stages)
+
+    def add(self, kinds, *stages):
+        for stage in stages:
+            for kind in kinds:
+                self.append(Action(kind, self.counts[kind, stage], stage))
+                self.counts[kind, stage] += 1
+
+
+def gpipe(rank, ranks, microbatches):
+    """A stage per rank, all with the same row: F0 F1 F2 B0 B1 B2"""
+    return Row(gpipe_row(rank, ranks, microbatches), rank)
+
+
+def one_f_one_b(rank, ranks, microbatches):
+    """A stage per rank. Rank 0 of 3:  F0 F1 F2 B0 F3 B1 F4 B2 B3 B4"""
+    return Row(one_f_one_b_row(rank, ranks, microbatches), rank)
+
+
+def interleaved(rank, ranks, microbatches, chunks=2):
+    """Several stages per rank, which plain_pipeline can't run: rank r holds r, p + r, 2 p + r, ...
+    Ranks work m / (m + (p - 1) / chunks) of the time, for about `chunks` times as many messages and
+    more activations in memory. A rank runs p forwards on its first stage, then the same p on the
+    next, and so on, then the next p. Backwards go from its last stage to its first.
+
+        rank 0 of 2:  F0 F1 F0' F1' F2 B0' F3 B1' F2' B0 F3' B1 B2' B3' B2 B3    ' is on stage 2"""
+    if microbatches % ranks:
+        count = f"a multiple of {ranks} micro-batches, as many as ranks"
+        raise ValueError(f"interleaved needs {count}, not {microbatches}")
+    stages, rounds = range(rank, chunks * ranks, ranks), microbatches // ranks
+    # On rank 0 of 2 0 0 2 2 0 0 ..., and 2 2 0 0 2 2 ...
+    forwards = [stage for stage in stages for _ in range(ranks)] * rounds
+    backwards = [stage for stage in reversed(stages) for _ in range(ranks)] * rounds
+    # Warm-up: p forwards for every local stage but the last, plus two for each later rank, the
+    # round trip of the first micro-batch
+    ahead = min((chunks - 1) * ranks + 2 * (ranks - 1 - rank), len(forwards))
+    row = Row("F", *forwards[:ahead])
+    for forward, backward in zip(forwards[ahead:], backwards):
+        row.add("F", forward)
+        row.add("B", backward)
+    row.add("B", *backwards[len(backwards) - ahead :])
+    return row
+
+
+# --- a schedule: the rows of all ranks, and the messages between them
+
+
+class Message(NamedTuple):
+    """Activations (kind "F") or their gradient (kind "B") on their way to a stage."""
+
+    kind: str
+    microbatch: int
+    stage: int
+    source: int  # rank
+    target: int  # rank
+
+
+class Schedule:
+    """A row of actions for each rank: schedule[rank]. owner: {stage: the rank that holds it}. last:
+    the last stage. Raises ValueError if an action is missing or there twice, if two ranks hold a
+    stage, or if ranks would wait for each other."""
+
+    def __init__(self, rows):
+        self.rows = [tuple(row) for row in rows]
+        self.owner = {}
+        for rank, row in enumerate(self.rows):
+            self.owner |= {action.stage: rank for action in row}
+        self.last = len(self.owner) - 1
+        check_actions(self)
+        self.receives_before = plan_receives(self)
+
+    def __getitem__(self, rank):
+        return self.rows[rank]
+
+    def stages(self, rank):
+        return sorted(stage for stage, owner in self.owner.items() if owner == rank)
+
+    def steps(self, rank):
+        """A rank's actions, in tuples of those that start together. dualpipe.py pairs some."""
+        return [(action,) for action in self[rank]]
+
+    def incoming(self, action):
+        """The message that an action waits for: F from the stage before, B from the next one."""
+        before = action.stage - 1 if action.kind == "F" else action.stage + 1
+        return self.message(action, before, action.stage)
+
+    def outgoing(self, action):
+        """The message that an action sends: F to the next stage, B to the stage before."""
+        following = action.stage + 1 if action.kind == "F" else action.stage - 1
+        return self.message(action, action.stage, following)
+
+    def message(self, action, sender, receiver):
+        """None at the ends of the pipeline. I sends what B would, W nothing."""
+        if action.kind == "W" or sender not in self.owner or receiver not in self.owner:
+            return None
+        kind = "F" if action.kind == "F" else "B"
+        return Message(kind, action.microbatch, receiver, self.owner[sender], self.owner[receiver])
+
+
 # --- what nccl needs: a time for each receive, and groups that do not block each other
 
 
 def plan_receives(schedule):
-    """{action: the messages whose receives a rank posts before it}.
+    """{action: the messages whose receives a rank posts before it}. A receive stands before the
+    first action that its rank has not begun when the message is sent, if all take equally long:
 
         1F1B on rank 1 of 3. <F1 posts the receive of F1's input, <B1 that of B1's gradient
         <F0 F0 <F1 F1 <F2 <B0 B0 <B1 F2 B1 <F3 <B2 F3 B2 <F4 <B3 F4 B3 <B4 B4
 
-    This plays the schedule in rounds. In a round each rank whose message was sent in an earlier
-    one runs an action, the last rank first. When a rank sends, the receiver posts the receive
-    before its next action. So a gradient travels during a forward (<B1 F2 B1); most activations
-    are received just before they are needed (<F1 F1). Posted earlier, a receive could hang on nccl:
-    it is a kernel that spins until its message is there, and CUDA may wait for it before it loads a
-    kernel or frees memory. If the sender then waits for this rank, neither goes on."""
+    So a gradient travels during a forward (<B1 F2 B1); most activations are received just before
+    they are needed (<F1 F1). Posted earlier, a receive could hang on nccl: it is a kernel that
+    spins until its message is there, and CUDA may wait for it before it loads a kernel or frees
+    memory. If the sender then waits for this rank, neither goes on."""
     plan = collections.defaultdict(list)
-    sent = {None}  # None: an action that waits for nothing
     rows = [collections.deque(schedule.steps(rank)) for rank in range(len(schedule.rows))]
+    sent = {None}  # None: the message of an action that waits for nothing
     while any(rows):
-        ready = []
-        for row in reversed(rows):
-            if row and all(schedule.incoming(action) in sent for action in row[0]):
-                ready.append(row)
+        # A round: each rank whose message was sent in an earlier one runs an action, the last first
+        ready = [row for row in rows if row and sent.issuperset(map(schedule.incoming, row[0]))]
         if not ready:
             raise ValueError("each rank waits for another one")
-        for row in ready:
+        for row in reversed(ready):
             for message in map(schedule.outgoing, row.popleft()):
                 sent.add(message)
                 if message is not None and message.source != message.target:
-                    next_step = rows[message.target][0]  # what the receiver has not begun yet
-                    plan[next_step[0]].append(message)
+                    next_action = rows[message.target][0][0]
+                    plan[next_action].append(message)
     return plan
 
 
 def make_links(ranks=None):
-    """A pipeline's four groups: of activations to later ranks and to earlier ones, and of gradients
-    to later ranks and to earlier ones. (The middle two are for ranks with several stages.) nccl
-    passes a group's messages between two ranks one by one, in order: in fewer groups two could
-    block each other. As dist.new_group: every process calls it, for every pipeline, in one order.
-    """
+    """A pipeline's four groups: activations and gradients have one each, to later ranks and to
+    earlier ones. nccl passes a group's messages between two ranks one by one, in order: in one
+    group two could block each other. As dist.new_group: every process calls this, for every
+    pipeline, in one order."""
     return [dist.new_group(ranks) for _ in range(4)]
 
 
@@ -407,14 +392,13 @@ def group_for(links, message):
 
 
 def open_links(links, schedule, device):
-    """Send a first message each way between ranks, in an order that all share. On nccl a first
-    message blocks until both ranks are there: two that first send to each other would wait for
-    ever. Returns the links."""
-    rank = dist.get_rank(links[0])
-    number = torch.zeros(1, device=device)
-    messages = {schedule.outgoing(action) for row in schedule.rows for action in row} - {None}
-    channels = {(m.kind, m.source, m.target): m for m in sorted(messages) if m.source != m.target}
-    for message in channels.values():
+    """Send a first message on each way between two ranks, in an order that all share. On nccl it
+    blocks until both ranks are there: two that first send to each other would wait for ever.
+    Returns the links."""
+    rank, number = dist.get_rank(links[0]), torch.zeros(1, device=device)
+    messages = itertools.chain(*schedule.receives_before.values())
+    one_of_each = {(m.kind, m.source, m.target): m for m in messages}
+    for message in one_of_each.values():
         group = group_for(links, message)
         if rank == message.source:
             dist.send(number, group=group, group_dst=message.target)
@@ -465,53 +449,42 @@ def check_message(pipeline, action, tensor):
 
 import harness
 import proof
-import receipts.pipeline
+from receipts import pipeline as schedules  # its tables and formulas
 
 
 def main(doc=__doc__, default="1f1b"):
     """zero_bubble.py calls it with a docstring and a schedule of its own."""
-    import dualpipe  # for --schedule. It and zero_bubble import this file, so not above
-
     parser = harness.parser(doc, microbatches=8)
     g = parser.add_argument_group("pipeline")
-    names = list(dualpipe.ALL_SCHEDULES)
-    g.add_argument("--schedule", choices=names, help=f"(default: {default})")
+    g.add_argument("--schedule", choices=schedules.SCHEDULES, help=f"(default: {default})")
     g.add_argument("--chunks", **harness.POSITIVE, help="stages a rank of interleaved (default: 2)")
-    receipts.pipeline.flags(g)
+    schedules.flags(g)
     args = parser.parse_args()
-    receipts.pipeline.check(args)
     if args.compare:
-        return receipts.pipeline.compare(dualpipe.find_schedule, args, names)
+        return schedules.compare(args)
     args.schedule = args.schedule or default
     config = harness.configure(args)
     harness.check_batch(args, 1)  # refuses one that does not divide into micro-batches
-
-    def check(world):
-        receipts.pipeline.of_flags(dualpipe.find_schedule, args, config, world)
-
-    proof.launch(demo, args, check=check)
+    proof.launch(demo, args, check=lambda world: schedules.check_schedule(args, config, world))
 
 
 def demo(run):
     """run: this process's flags, device, data and receipt (proof/run.py)."""
-    import dualpipe
-    import zero_bubble
-
     args, config, rank, ranks = run.args, run.config, run.rank, run.world
-    schedule = dualpipe.find_schedule(args.schedule, ranks, args.microbatches, args.chunks)
+    schedule = schedules.find_schedule(args.schedule, ranks, args.microbatches, args.chunks)
     stages, last = schedule.stages(rank), schedule.last
     links = open_links(make_links(), schedule, run.device)
     ends = dist.new_group(sorted({schedule.owner[0], schedule.owner[last]}))
     run.groups(down=links[:2], up=links[2:], tied=ends)  # names in the receipt
     # The range of layers of each stage, balanced by FLOPs. `cut` balances their number
-    layers = receipts.pipeline.stage_layers(config, last + 1)
+    layers = schedules.stage_layers(config, last + 1)
     parts = harness.split(run.meta_model, layers, stages, ends)
     model = run.fill(harness.Stages(parts))
     parameters = list(model.parameters())
     # harness.split has marked a matrix that the first and the last stage share, on two ranks
     tied = [p for p in parameters if "partial" in getattr(p, "placement", {})]
     optimizer = harness.make_optimizer(parameters, args)
-    in_w = receipts.pipeline.GradientsInW(parameters)  # of zb-*: counts for the receipt
+    in_w = schedules.GradientsInW(parameters)  # of zb-*: counts for the receipt
 
     def forward(stage, m, x):
         tokens, targets, samples = batches[m]  # of the step: set by the loop below
@@ -519,7 +492,8 @@ def demo(run):
         return model[stage](x, targets=targets, target_count=run.target_count, sample_ids=samples)
 
     shape = (args.batch // args.microbatches, config.context, config.width)
-    executor = zero_bubble.SplitPipeline if args.schedule in dualpipe.SPLIT else Pipeline
+    # Pipeline, or for a backward in two parts zero_bubble.SplitPipeline
+    executor = schedules.executor(args.schedule, Pipeline)
     pipeline = executor(schedule, forward, shape, run.dtype, run.device, links, around=in_w)
     for step in run.steps(optimizer):
         batches = run.microbatches(step)
@@ -534,7 +508,7 @@ def demo(run):
         harness.clip(parameters, norm, args.grad_clip)
         optimizer.step()
         run.log()
-    return receipts.pipeline.receipt(run, schedule, layers, in_w)
+    return schedules.receipt(run, schedule, layers, in_w)
 
 
 if __name__ == "__main__":

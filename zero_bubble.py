@@ -31,7 +31,6 @@ Qi et al. 2023, Zero bubble, arXiv:2401.10241. Qi et al. 2024, ZB-V, arXiv:2405.
 """
 
 import collections
-import contextlib
 import functools
 
 import torch
@@ -126,7 +125,7 @@ def plain_zb_h1(stage, inputs, targets, loss_fn, like, down, up):
     return plain_pipeline(stage, row(), inputs, targets, loss_fn, like, down, up)
 
 
-# --- the executor: a Pipeline for F, I and W
+# --- any model: a Pipeline for F, I and W, in which each F.linear does what SplitLinear does
 
 
 class SplitPipeline(Pipeline):
@@ -135,24 +134,25 @@ class SplitPipeline(Pipeline):
         schedule = Schedule(zb_v(rank, ranks, microbatches) for rank in range(ranks))
         pipeline = SplitPipeline(schedule, forward, (b, T, C), dtype, device)
 
-    The forward of a backward in two parts runs inside a Deferred (below), which does for every
-    linear layer what SplitLinear does. So I is an ordinary backward, and W adds what it deferred.
-    With ZeRO or FSDP: docs/use/two-techniques.md."""
+    F and I of a micro-batch run inside a Deferred (below): I is an ordinary backward, and W adds
+    the weight gradients that the Deferred has put off. With ZeRO or FSDP:
+    docs/use/two-techniques.md."""
 
-    def begin(self):
-        super().begin()
-        self.deferred_of = {(a.microbatch, a.stage): Deferred() for a in self.row if a.kind == "W"}
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.split = {(a.microbatch, a.stage) for a in self.row if a.kind == "W"}
+        self.deferred = {}  # {(micro-batch, stage): its Deferred, from F to W}
 
     def compute(self, action, received):
         kind, m, stage = action
-        if kind == "W":
-            return self.deferred_of.pop((m, stage)).accumulate()
-        # I needs it, too, if layers are checkpointed
-        with self.deferred_of.get((m, stage), contextlib.nullcontext()):
+        if (m, stage) not in self.split:
             return super().compute(action, received)
-
-
-# --- any model: each F.linear and F.grouped_mm does what SplitLinear does
+        if kind == "F":
+            self.deferred[m, stage] = Deferred()
+        if kind == "W":
+            return self.deferred.pop((m, stage)).accumulate()
+        with self.deferred[m, stage]:
+            return super().compute(action, received)
 
 
 class Deferred(TorchFunctionMode):
@@ -181,17 +181,19 @@ class Deferred(TorchFunctionMode):
         if function in (F.linear, torch._grouped_mm):  # F.grouped_mm calls torch._grouped_mm
             return self.defer(function, *args, **kwargs)
         if function is torch.Tensor.backward:
-            return backward_within(self, *args, **kwargs)
+            return self.backward(*args, **kwargs)
         return function(*args, **kwargs)
 
     def defer(self, function, input, weight, *rest, **options):  # named as F.linear's arguments
         """As SplitLinear.forward."""
         if not can_defer(input, weight):
             return function(input, weight, *rest, **options)
-        input, get_input = held_by_graph(input)
+        input = SaveInput.apply(input)
+        graph_node = input.grad_fn
 
         def keep_pair(gradient):
-            self.entries.append((weight, get_input(), gradient, options.get("offs")))
+            [x] = graph_node.saved_tensors
+            self.entries.append((weight, x.detach(), gradient, options.get("offs")))
 
         y = function(input, weight.detach(), *rest, **options)
         # F.linear of a 3-D x returns a view. An in-place ReLU gives a view a new node, without the
@@ -200,6 +202,14 @@ class Deferred(TorchFunctionMode):
             y = torch.ops.aten._unsafe_view(y, y.shape)
         y.register_hook(keep_pair)
         return y
+
+    def backward(self, y, gradient=None, **options):
+        """y.backward(gradient) with this mode on, which torch switches off within a call: a layer
+        that is checkpointed runs its forward again here, and must save what it saved at first."""
+        with self:
+            # The edge: for the tensor y torch would switch the mode off again
+            edge = torch.autograd.graph.get_gradient_edge(y)
+            torch.autograd.backward([edge], [gradient], **options)
 
     def accumulate(self):
         """Add the deferred gradients to their weights, in one pass of autograd: DDP and ZeRO take
@@ -220,6 +230,21 @@ def can_defer(x, weight):
     return torch.is_grad_enabled() and x.requires_grad and weight.requires_grad
 
 
+class SaveInput(torch.autograd.Function):
+    """Identity that saves x in autograd's graph, from which activation checkpointing drops it and
+    makes it again. Before the product, not with it: the second run of a region stops as soon as all
+    is saved, so a product at its end does not run again."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
 class WeightGradient(torch.autograd.Function):
     """A node whose backward computes a weight's gradient. Autograd adds it to .grad before it runs
     the next node: one at a time is in memory. (torch.autograd.backward(weights, gradients) would
@@ -238,40 +263,6 @@ class WeightGradient(torch.autograd.Function):
         else:
             result = F.grouped_mm(x.T, gradient, offs=offsets)  # (E, in, out)
         return result, None, None, None
-
-
-# --- with activation checkpointing, whose layers run their forward again in backward
-
-
-def backward_within(mode, y, gradient=None, **options):
-    """y.backward(gradient) with the mode on, which torch switches off within a call: a layer that
-    runs again must save what it saved at first."""
-    with mode:
-        # The edge: for the tensor y torch would switch the mode off again
-        edge = torch.autograd.graph.get_gradient_edge(y)
-        return torch.autograd.backward([edge], [gradient], **options)
-
-
-def held_by_graph(x):
-    """x, and a function that returns it, while autograd's graph holds it. There checkpointing drops
-    it, and makes it again when it is asked for. Saved before the product, not with it: the second
-    run of a region stops as soon as all is saved, so a product at its end does not run again."""
-    x = SaveInput.apply(x)
-    node = x.grad_fn
-    return x, lambda: node.saved_tensors[0].detach()
-
-
-class SaveInput(torch.autograd.Function):
-    """Identity that saves x in the graph."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
 
 
 # --- schedules with two stages per rank

@@ -26,7 +26,6 @@ import torch.distributed as dist
 import dualpipe
 import harness
 from benchmarks.slow_links import run_on, two_hosts
-from pipeline import Pipeline
 
 # A token's expert has as many weights as its attention, so that both compute about equally long
 MODEL = "--ep 2 --layers 4 --width 512 --heads 8 --experts 4 --top-k 1 --hidden 1024 --context 64"
@@ -38,13 +37,15 @@ KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": "1000000000", "MALLOC_MMAP_THRESHOLD_":
 def measure(megabits, steps):
     """Be a rank of dualpipe.py. The first prints a row of the table."""
     runs, waits = [], []  # (seconds of a run, of its waits); seconds of each wait of a run
-    kinds = itertools.cycle([Pipeline.run, dualpipe.DualPipe.run])
-    start, demo = dist.all_to_all_single, dualpipe.demo
+    overlap = dualpipe.Turns.overlap
+    kinds = itertools.cycle([lambda turns, *calls: [call() for call in calls], overlap])
+    start, run, demo = dist.all_to_all_single, dualpipe.DualPipe.run, dualpipe.demo
 
     def timed_run(pipeline):
         waits.clear()
         begin = time.perf_counter()
-        losses = next(kinds)(pipeline)
+        with mock.patch.object(dualpipe.Turns, "overlap", next(kinds)):
+            losses = run(pipeline)
         runs.append((time.perf_counter() - begin, sum(waits)))
         return losses
 

@@ -25,13 +25,13 @@ import time
 import torch
 
 import benchmarks
-import dualpipe
 import harness
 import train
 from benchmarks import nanogpt
 from benchmarks.vs_torch import PAIRS
 from harness.files import check_file
 from receipts.formulas import flops_per_token
+from receipts.pipeline import SCHEDULES
 from trainer import layout, tracking
 
 ALONE = "--sample 0 --eval-every 0"  # train.py, without what follows the steps
@@ -49,7 +49,7 @@ TECHNIQUES += ["tensor_parallel.py", "sequence_parallel.py", "expert_parallel.py
 TECHNIQUES += ["diloco.py --stream 2 --stream-delay 1 --outer-bits 4"]
 TECHNIQUES += [f"context_parallel.py --kind {kind}" for kind in ("ring", "gather", "ulysses")]
 PIPELINE = "pipeline.py --layers 16 --microbatches 16 --schedule"
-TECHNIQUES += [f"{PIPELINE} {name}" for name in dualpipe.ALL_SCHEDULES]
+TECHNIQUES += [f"{PIPELINE} {name}" for name in SCHEDULES]
 TECHNIQUES += ["context_parallel.py --dtype bfloat16", "expert_parallel.py --dtype bfloat16"]
 # Documents: FlashAttention takes them in one run
 TECHNIQUES += ["packed_documents.py --kind ulysses --documents e --dtype bfloat16"]

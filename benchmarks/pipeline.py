@@ -12,7 +12,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import benchmarks
-import dualpipe
 import harness
 import zero_bubble
 from harness.start import launch
@@ -38,7 +37,7 @@ class Sleep(torch.autograd.Function):
 
 def sleeping(name, run):
     """Utilisation of a step whose stages sleep: as measured, and as planned."""
-    schedule = dualpipe.find_schedule(name, run.world, MICROBATCHES)
+    schedule = schedules.find_schedule(name, run.world, MICROBATCHES)
     each = SECONDS * run.world / len(schedule.owner)  # a stage's F, I and W
     weight, gradient = torch.nn.Parameter(torch.ones(4, 4)), zero_bubble.weight_gradient
     halved = {action[1:] for action in schedule[run.rank] if action.kind == "W"}
@@ -69,14 +68,14 @@ def sleeping(name, run):
 def demo(run):
     run.print(f"\n{run.world} ranks, {MICROBATCHES} micro-batches, F, I and W of {SECONDS} s each")
     run.print(f"{'':14s}{'measured':>10s}{'plan':>10s}   difference (target: 3 points)")
-    for name in dualpipe.ALL_SCHEDULES:
+    for name in schedules.SCHEDULES:
         measured, plan = sleeping(name, run)
         run.print(f"{name:14s}{measured:10.1%}{plan:10.1%}   {100 * (plan - measured):4.1f} points")
 
 
 def check(world):
-    for name in dualpipe.ALL_SCHEDULES:
-        dualpipe.find_schedule(name, world, MICROBATCHES)
+    for name in schedules.SCHEDULES:
+        schedules.find_schedule(name, world, MICROBATCHES)
 
 
 def main():

@@ -46,7 +46,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import benchmarks
 import context_parallel
 import ddp
-import dualpipe
 import expert_parallel
 import fsdp
 import harness
@@ -64,7 +63,7 @@ from proof.ledger import tensors_in
 from proof.one_process import larger
 from proof.tolerance import FLOOR, TOLERANCE
 from receipts.context_parallel import LENGTHS
-from receipts.pipeline import stage_layers
+from receipts.pipeline import find_schedule, stage_layers
 
 MICROBATCHES, STEPS = 8, 3  # of a step, of a turn
 # The preset on each device, with a vocabulary that divides by the ranks, and keys of its own for
@@ -283,7 +282,7 @@ def stages(job, schedule):
 
 
 def our_pipeline(name, job):
-    schedule = dualpipe.find_schedule(name, job.world, MICROBATCHES)
+    schedule = find_schedule(name, job.world, MICROBATCHES)
     model = stages(job, schedule)[0]
     optimizer = job.optimizer(model.parameters())
     tokens, targets = job.tokens.chunk(MICROBATCHES), job.targets.chunk(MICROBATCHES)
@@ -304,7 +303,7 @@ def our_pipeline(name, job):
 
 
 def their_pipeline(name, theirs, job):
-    model, mine, count = stages(job, dualpipe.find_schedule(name, job.world, MICROBATCHES))
+    model, mine, count = stages(job, find_schedule(name, job.world, MICROBATCHES))
     optimizer = job.optimizer(model.parameters())
     parts = [PipelineStage(model[stage], stage, count, job.device) for stage in mine]
 

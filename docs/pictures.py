@@ -30,9 +30,10 @@ import context_parallel
 import harness
 import packed_documents
 import train
-from dualpipe import ALL_SCHEDULES, PairedSchedule, find_schedule
+from dualpipe import PairedSchedule
 from receipts import dualpipe, pipeline
 from receipts.context_parallel import LENGTHS
+from receipts.pipeline import SCHEDULES, find_schedule
 
 FOLDER = pathlib.Path(__file__).with_suffix("")
 # Okabe and Ito's colors, which the colour-blind tell apart
@@ -530,7 +531,7 @@ def timelines(title, rows):
 def schedules():
     """All schedules on 4 ranks with 8 micro-batches, as `pipeline.py --compare` simulates them."""
     rows = []
-    for name in ALL_SCHEDULES:
+    for name in SCHEDULES:
         schedule = find_schedule(name, 4, 8)
         stages = len(schedule.stages(0))
         time = lambda action, stages=stages: pipeline.unit(action) / stages  # noqa: E731

@@ -7,13 +7,12 @@ from receipts import ddp, expert_parallel, pipeline
 from receipts.formulas import SCALAR, Group, add, sizes_of, summed
 
 
-def check(make, args, config, world):
-    """Refuse what --ep, --microbatches and the model's layers don't allow. make: find_schedule of
-    dualpipe.py."""
+def check(args, config, world):
+    """Refuse what --ep, --microbatches and the model's layers don't allow."""
     if world % args.ep:
         raise Refused(f"--ep {args.ep} does not divide {world} ranks: give a divisor")
     args.schedule, args.chunks = "dualpipev", None
-    pipeline.of_flags(make, args, config, world // args.ep)
+    pipeline.check_schedule(args, config, world // args.ep)
     check_batch(args, args.ep)
 
 

@@ -1,12 +1,12 @@
-"""What a pipeline schedule is worth: simulated without ranks.
-
-A schedule is pipeline.py's: for each rank a list of actions. Spans are a schedule with times: for
-each rank a list of (start, end, action).
+"""Schedules of pipelines by name, and what they are worth: simulated without ranks. Spans are a
+schedule with times: for each rank a list of (start, end, action).
 """
 
 import collections
 import contextlib
+import functools
 import itertools
+from importlib import import_module
 
 from harness.presets import ceil
 from harness.refusal import Refused, refusing
@@ -16,25 +16,48 @@ from receipts.formulas import SCALAR, Group, flops_per_token, held, sizes_of, su
 MOST_ACTIONS = 20_000_000  # of a schedule: 160 bytes and 7 microseconds each
 MOST_COMPARED = 30_000  # of each schedule that --compare simulates
 
-# --- from flags
+# {name: the lesson and its function that makes a row}. By name, because lessons import this file
+SCHEDULES = {
+    "gpipe": ("pipeline", "gpipe"),
+    "1f1b": ("pipeline", "one_f_one_b"),
+    "interleaved": ("pipeline", "interleaved"),
+    "zb-h1": ("zero_bubble", "zb_h1"),
+    "zb-h2": ("zero_bubble", "zb_h2"),
+    "zb-v": ("zero_bubble", "zb_v"),
+    "dualpipev": ("dualpipe", "dualpipev"),
+}
 
 
-def of_flags(make, args, config, ranks):
-    """The schedule of --schedule, --microbatches and --chunks. Refuses what does not exist, and a
-    model with fewer layers than stages. make: find_schedule of zero_bubble.py."""
-    check_length(ranks, args.microbatches, args.chunks or 2)
-    with refusing():
-        schedule = checked(make, args.schedule, ranks, args.microbatches, args.chunks)
-        stage_layers(config, schedule.last + 1)
-    return schedule
+def make_row(name, rank, ranks, microbatches, chunks=None):
+    """A rank's row. chunks: stages per rank of interleaved; others have their own number."""
+    lesson, function = SCHEDULES[name]
+    options = {"chunks": chunks} if chunks and name == "interleaved" else {}
+    return getattr(import_module(lesson), function)(rank, ranks, microbatches, **options)
 
 
-def checked(make, name, ranks, microbatches, chunks):
-    schedule = make(name, ranks, microbatches, chunks)
+@functools.cache
+def find_schedule(name, ranks, microbatches, chunks=None):
+    """The schedule of that name. Raises ValueError where none exists for these numbers."""
+    rows = [make_row(name, rank, ranks, microbatches, chunks) for rank in range(ranks)]
+    schedule = import_module("pipeline").Schedule(rows)
     held = len(schedule.stages(0))
     if chunks not in (None, held):
         raise ValueError(f"stages a rank of {name}: {held}, not {chunks}: leave out --chunks")
     return schedule
+
+
+def executor(name, whole):
+    """The class that runs it: `whole`, or zero_bubble.py's for a backward in two parts."""
+    return whole if SCHEDULES[name][0] == "pipeline" else import_module("zero_bubble").SplitPipeline
+
+
+def check_schedule(args, config, ranks):
+    """Refuse a schedule of --schedule, --microbatches and --chunks that does not exist, and a model
+    with fewer layers than stages."""
+    check_length(ranks, args.microbatches, args.chunks or 2)
+    with refusing():
+        schedule = find_schedule(args.schedule, ranks, args.microbatches, args.chunks)
+        stage_layers(config, schedule.last + 1)
 
 
 def check_length(ranks, microbatches, chunks, most=MOST_ACTIONS):
@@ -46,15 +69,9 @@ def check_length(ranks, microbatches, chunks, most=MOST_ACTIONS):
 
 
 def flags(group):
-    """What to show of schedules. `check` and `compare` read them."""
+    """--compare, and flags that are gone."""
     why = "run nothing: all schedules, or --schedule, for --nproc ranks, from the simulator"
     group.add_argument("--compare", action="store_true", help=why)
-
-
-def check(args):
-    """Refuse flags that show nothing together."""
-    if args.compare and args.json:
-        raise Refused("--compare runs nothing that --json could show: leave one of them out")
 
 
 # --- where to cut the layers
@@ -62,10 +79,8 @@ def check(args):
 
 def stage_layers(config, stages):
     """The range of layers of each stage, balanced by a token's FLOPs: the most expensive stage is
-    as cheap as can be, and of such cuts the most even one is taken.
-
-    The output projection counts with the last layer. The embedding is a look-up: no work beside a
-    layer's. Raises ValueError for fewer layers than stages."""
+    as cheap as can be, and of such cuts the most even one is taken. The output projection counts
+    with the last layer. The embedding is a look-up: no work beside a layer's."""
     if config.layers < stages:
         what = f"{config.layers} layers are too few for {stages} pipeline stages"
         raise ValueError(f"{what}: use fewer stages, or more --layers")
@@ -93,42 +108,30 @@ def unit(action):
     return 2.0 if action.kind == "B" else 1.0
 
 
-def one_after_another(actions, time):
-    return sum(map(time, actions))
-
-
-def simulate(schedule, time=unit, transfer=0.0, together=one_after_another):
+def simulate(schedule, time=unit, transfer=0.0, together=lambda step, time: sum(map(time, step))):
     """The spans of a schedule, if an action starts when its rank is free and its message is there.
 
     time(action): how long it takes. transfer: how long a message between two ranks takes, from when
-    it is sent and its receive is posted. together(actions, time): how long those take that start
-    together (dualpipe.py); their spans are the same."""
+    it is sent and its receive is posted. together(step, time): how long a step takes, whose actions
+    start together (dualpipe.py); their spans are the same."""
     sent, posted = {None: 0.0}, {}  # {message: when}; without a message nothing is waited for
     spans = [[] for _ in schedule.rows]
     steps = [collections.deque(schedule.steps(rank)) for rank in range(len(spans))]
-    progress = True
-    while progress:
-        progress = False
+    while any(steps):
         for row, of_rank in zip(steps, spans):
-            while row:
-                free = of_rank[-1][1] if of_rank else 0.0
-                awaited = [schedule.incoming(action) for action in row[0]]
-                for action in row[0]:
-                    for message in schedule.receives_before.get(action, []):
-                        posted.setdefault(message, free)
-                if not sent.keys() >= set(awaited):
-                    break
-                start = free
-                for message in awaited:
+            while row and all(schedule.incoming(action) in sent for action in row[0]):
+                actions = row.popleft()
+                start = free = of_rank[-1][1] if of_rank else 0.0
+                for action in actions:
+                    posted |= dict.fromkeys(schedule.receives_before.get(action, []), free)
+                for message in map(schedule.incoming, actions):
                     there = sent[message]
                     if message in posted:  # else none, or from this rank
                         there = max(there, posted[message]) + transfer
                     start = max(start, there)
-                actions = row.popleft()
                 end = start + together(actions, time)
                 of_rank += [(start, end, action) for action in actions]
                 sent |= {schedule.outgoing(action): end for action in actions} | {None: 0.0}
-                progress = True
     return spans
 
 
@@ -145,17 +148,14 @@ def utilisation(spans):
 
 
 def waiting(spans):
-    """The longest that a rank waits between its own first and last action.
-
-    It is the bubble of the zero-bubble papers: what a step loses if no rank waits for the others
-    before it begins the next step."""
+    """The longest that a rank waits between its own first and last action: what a step loses if no
+    rank waits for the others before the next step, the bubble of the zero-bubble papers."""
     return max(row[-1][1] - row[0][0] - working(row) for row in spans)
 
 
 def in_flight(row, size=lambda stage: 1):
-    """The most activations that a rank holds at a time, in stages x micro-batches.
-
-    A stage's activations live from forward to the end of backward. size(stage) weighs them."""
+    """The most activations that a rank holds at a time, each from forward to the end of backward,
+    in stages x micro-batches. size(stage) weighs them."""
     change = {"F": 1, "I": 0, "W": -1, "B": -1}
     return max(itertools.accumulate(change[a.kind] * size(a.stage) for a in row))
 
@@ -221,7 +221,6 @@ class GradientsInW:
     def __call__(self, action):
         self.in_w = action.kind == "W"
         yield
-        self.in_w = False
 
     def arrived(self, parameter):
         self.count += self.in_w
@@ -297,22 +296,23 @@ def weights_put_off(config, row, layers):
 # --- shown
 
 
-def compare(make, args, names):
-    """Print each of the named schedules that exists for --nproc ranks and --microbatches beside its
-    paper's formula, from the simulator. Of --schedule only that one."""
+def compare(args):
+    """Print each schedule that exists for --nproc ranks and --microbatches, or that of --schedule,
+    beside its paper's formula, from the simulator."""
+    if args.json:
+        raise Refused("--compare runs nothing that --json could show: leave one of them out")
     ranks, microbatches = args.nproc or 4, args.microbatches
     check_length(ranks, microbatches, args.chunks or 2, MOST_COMPARED)
-    names = [args.schedule] if args.schedule else names
     print(
         f"{ranks} ranks, {microbatches} micro-batches; a rank's forward, input gradient and weight "
         "gradient of all its layers take 1 each\n"
         "  schedule      stages   a rank waits: simulated, by the paper       utilisation   "
         "activations held    sends a rank"
     )
-    for name in names:
+    for name in [args.schedule] if args.schedule else SCHEDULES:
         chunks = args.chunks if args.schedule or name == "interleaved" else None
         try:
-            schedule = checked(make, name, ranks, microbatches, chunks)
+            schedule = find_schedule(name, ranks, microbatches, chunks)
         except ValueError as e:
             print(f"  {name:12s}  {e}")
             continue

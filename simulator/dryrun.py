@@ -37,7 +37,6 @@ from torch.optim import adam, sgd
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import context_parallel
-import dualpipe
 import proof
 from dualpipe import PairedSchedule
 from expert_parallel import ExpertDispatch
@@ -229,7 +228,7 @@ def play(args, rank, cluster, train, brief=None, routing=even):
     train(run, schedule): train.py's own. brief: play of the micro-batches only the first and
     the last, and so many layers of each stage. routing: see `even`."""
     args = copy.copy(args)
-    schedule = dualpipe.find_schedule(args.schedule, args.pp, args.microbatches, args.chunks)
+    schedule = schedules.find_schedule(args.schedule, args.pp, args.microbatches, args.chunks)
     if brief:
         args.layers = brief * (schedule.last + 1)
         args.shape = args.shape and {**args.shape, "layers": args.layers}
@@ -337,7 +336,7 @@ def play_brief(layouts, cluster, train):
         jobs.append((args, first_ranks(args, (0, args.pp - 1)), layers))
     pairs = iter(play_all(jobs, cluster, train))
     for (args, config), short, long in zip(layouts, pairs, pairs):
-        schedule = dualpipe.find_schedule(args.schedule, args.pp, args.microbatches, args.chunks)
+        schedule = schedules.find_schedule(args.schedule, args.pp, args.microbatches, args.chunks)
         layers = [len(stage) for stage in schedules.stage_layers(config, schedule.last + 1)]
         found.append([])
         for two, three in zip(short, long):

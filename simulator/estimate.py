@@ -7,12 +7,11 @@ follows the last action: the norm, the optimizer, ZeRO's new weights."""
 
 from typing import NamedTuple
 
-import dualpipe
-from dualpipe import PairedSchedule
 from receipts import pipeline as schedules
 from receipts.formulas import flops_per_token
 from simulator import dryrun
 from simulator.links import link_of
+from trainer.layout import schedule_of
 
 # Measured time / estimate, of nine in ten of the runs of benchmarks/published.py
 LIKELY = 0.92, 1.24
@@ -34,9 +33,7 @@ def estimate(args, config, cluster, played, sums=None, slower=1.0):
             last action, as ddp.py does; "after", where they are sent only then. By default as the
             code that was played
     slower  how many times as long messages between stages take"""
-    schedule = dualpipe.find_schedule(args.schedule, args.pp, args.microbatches, args.chunks)
-    if args.schedule == "dualpipev" and args.zero < 3:
-        schedule = PairedSchedule(schedule.rows)
+    schedule = schedule_of(args)
     part_of = parts_of_all(args, config, schedule, played)
     each = args.dp * args.cp * args.tp
     transfer = 0.0

@@ -3,7 +3,6 @@ plan prints: its table and the commands, and how a job scales."""
 
 import math
 
-import dualpipe
 import harness
 from proof.ledger import human
 from receipts import pipeline as schedules
@@ -32,7 +31,7 @@ def report(args, config, cluster, played, step):
 
 
 def print_held(args, config, cluster, played):
-    schedule = dualpipe.find_schedule(args.schedule, args.pp, args.microbatches, args.chunks)
+    schedule = schedules.find_schedule(args.schedule, args.pp, args.microbatches, args.chunks)
     layers = schedules.stage_layers(config, schedule.last + 1)
     device, beside = device_name(args), beside_allocator(args)
     heads = "".join(f"{head:>13s}" for head in HEADS)

@@ -11,7 +11,6 @@ import copy
 import functools
 from typing import NamedTuple
 
-import dualpipe
 from proof import ledger
 from receipts import formulas, zero
 from receipts import pipeline as schedules
@@ -73,9 +72,8 @@ def of_one(part):
 @functools.cache
 def in_flight(schedule, pp, microbatches, chunks, rank, layers):
     """The most blocks x micro-batches that a rank keeps at a time. layers: of each stage."""
-    options = {"chunks": chunks} if chunks and schedule == "interleaved" else {}
     few = min(microbatches, 2 * pp)  # with more micro-batches no more are in flight
-    row = dualpipe.ALL_SCHEDULES[schedule](rank, pp, few, **options)
+    row = schedules.make_row(schedule, rank, pp, few, chunks)
     return schedules.in_flight(row, layers.__getitem__)
 
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import ddp
-import dualpipe
 import expert_parallel
 import muon
 import pipeline
 import proof
 import zero_bubble
+from receipts import pipeline as schedules
 
 SMALL = "--layers 4 --heads 2 --width 8 --context 8 --batch 8 --steps 2 --dtype float64 --quiet"
 
@@ -36,7 +36,7 @@ def nothing_put_off():
 
 def one_forward_more():
     right = pipeline.one_f_one_b
-    dualpipe.ALL_SCHEDULES["1f1b"] = lambda rank, ranks, m: right(rank, ranks + (rank == 0), m)
+    pipeline.one_f_one_b = lambda rank, ranks, m: right(rank, ranks + (rank == 0), m)
 
 
 def waits_for_weights():
@@ -49,7 +49,7 @@ def waits_for_weights():
             row.add("F" if kind == "F" else "IW", stage)
         return row
 
-    dualpipe.ALL_SCHEDULES["zb-h1"] = wrong
+    zero_bubble.zb_h1 = wrong
 
 
 def twice_the_capacity():
@@ -78,7 +78,7 @@ def test_what_is_only_late_or_lost_fails(ranks, text, monkeypatch, technique, fl
     [args] = given
 
     def work(rank, plant):
-        dualpipe.find_schedule.cache_clear()  # schedules that tests before this one have made
+        schedules.find_schedule.cache_clear()  # schedules that tests before this one have made
         plant()
         run = proof.Run(args, rank, 2, torch.device("cpu"))
         return technique.demo(run), getattr(run, "result", None)

@@ -109,7 +109,7 @@ def test_nothing_of_a_failed_pair_stays():
 def test_pairs():
     for p in range(1, 9):
         for m in range(2 * p, 4 * p):
-            schedule = dualpipe.find_schedule("dualpipev", p, m)
+            schedule = schedules.find_schedule("dualpipev", p, m)
             schedule = dualpipe.PairedSchedule(schedule.rows)
             for rank in range(p):
                 steps = schedule.steps(rank)
@@ -129,7 +129,7 @@ MICROBATCHES = 3
 
 def one_step(schedule_of, turns, watch=contextlib.nullcontext):
     """The gradients of a step: both stages on each rank, the experts shared by all ranks."""
-    schedule = schedule_of(dualpipe.find_schedule("dualpipev", 1, MICROBATCHES).rows)
+    schedule = schedule_of(schedules.find_schedule("dualpipev", 1, MICROBATCHES).rows)
     layers = schedules.stage_layers(CONFIG, 2)
 
     def whole():
@@ -250,7 +250,7 @@ def test_what_pairs_hide(ranks):
 
     def waited(paired, message):
         """In a step of one pipeline rank."""
-        schedule = dualpipe.find_schedule("dualpipev", 1, microbatches)
+        schedule = schedules.find_schedule("dualpipev", 1, microbatches)
         clock = Clock(message)
 
         def forward(stage, m, x):

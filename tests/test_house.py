@@ -63,7 +63,6 @@ DEMO = "# --- demo ---"
 # Demos that a lesson runs for another one, as `ddp.py --sync server`, and parts of demos
 HANDED_OVER = {"fsdp.demo", "zero.train", "parameter_server.demo", "pipeline.main"}
 HANDED_OVER |= {"composition.launch", "composition.train"}
-HANDED_OVER |= {"dualpipe.ALL_SCHEDULES", "dualpipe.SPLIT", "dualpipe.find_schedule"}
 HANDED_OVER |= {"context_parallel.launch", "sequence_parallel.check_tokens"}
 
 
@@ -139,7 +138,7 @@ def test_no_folder_grows():
 
 def test_there_is_no_circle():
     """Else some file can't be imported first. A demo that shows a later lesson imports it within a
-    function, as pipeline.py's does."""
+    function, as zero.py's does."""
     modules, graph = sources(), {}
     for name, tree in modules.items():
         tree.body = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]

@@ -17,10 +17,11 @@ import harness
 import model as gpt
 import pipeline as pp
 import zero_bubble as zb
-from dualpipe import ALL_SCHEDULES, PairedSchedule, find_schedule
+from dualpipe import PairedSchedule
 from harness import initialize, presets
 from receipts import pipeline as schedules
 from receipts.formulas import flops_per_token
+from receipts.pipeline import SCHEDULES, find_schedule
 from trainer.runner import forwards_of
 
 
@@ -35,7 +36,7 @@ def shapes(name, ranks=range(1, 9), microbatches=range(1, 18)):
                 assert name == "interleaved" and m % p or name == "dualpipev" and m < 2 * p, e
 
 
-@pytest.mark.parametrize("name", ALL_SCHEDULES)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_a_formula_holds_just_where_its_condition_does(name):
     for p, m, chunks, schedule in shapes(name, (2, 3, 4, 6), range(1, 19)):
         v = len(schedule.stages(0))
@@ -116,7 +117,7 @@ def groups(message):
     return message.kind, message.source < message.target
 
 
-@pytest.mark.parametrize("name", ALL_SCHEDULES)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_no_rank_waits_for_ever_on_nccl(name):
     """In training and forward alone, whatever is loaded or freed. Posting too early would hang."""
     for _, _, _, schedule in shapes(name, (2, 3, 4, 6, 8, 16), (1, 3, 8, 16, 17)):
@@ -128,7 +129,7 @@ def test_no_rank_waits_for_ever_on_nccl(name):
         assert not ends(schedule, one_ahead(schedule), channels)
 
 
-@pytest.mark.parametrize("name", ALL_SCHEDULES)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules_are_sound(name):
     count = 0
     for p, m, chunks, schedule in shapes(name):
@@ -444,9 +445,9 @@ def test_compare(capsys, monkeypatch):
         monkeypatch.setattr(sys, "argv", ["pipeline.py", *flags.split()])
         pp.main()
         words = [line.split() for line in capsys.readouterr().out.splitlines()]
-        return {row[0]: row for row in words if row and row[0] in ALL_SCHEDULES}
+        return {row[0]: row for row in words if row and row[0] in SCHEDULES}
 
-    assert lines("--compare --nproc 4").keys() == ALL_SCHEDULES.keys()
+    assert lines("--compare --nproc 4").keys() == SCHEDULES.keys()
     found = lines("--compare --microbatches 6")
     assert " ".join(found["dualpipev"]).startswith("dualpipev dualpipev needs at least 8")
     assert "needs a multiple of 4" in " ".join(found["interleaved"])

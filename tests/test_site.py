@@ -15,7 +15,6 @@ from types import SimpleNamespace
 import pytest
 from conftest import ROOT
 
-import dualpipe
 import receipts.train
 import train
 from benchmarks import play
@@ -125,7 +124,7 @@ def by_receipts(monkeypatch, command, rank, rows):
     that leave for other ranks' experts or come from there, of all blocks, in one forward."""
     flags = shlex.split(command.partition(" train.py ")[2])
     args, config = layout.prepare(FLAGS.parse_args(flags))
-    schedule = dualpipe.find_schedule(args.schedule, args.pp, args.microbatches, args.chunks)
+    schedule = pipeline.find_schedule(args.schedule, args.pp, args.microbatches, args.chunks)
     data, own = args.dp * args.cp, pipeline.of_rank(config, schedule, rank)
     sizes = {"dp": data, "tp": args.tp, "cp": args.cp, "ep": args.ep}
     if args.ep > 1:
@@ -201,7 +200,7 @@ def test_the_table_is_of_dry_runs(site, browser):
 
 def test_schedules_are_pythons(site, browser):
     sizes = range(1, 6), (1, 2, 3, 4, 6, 9, 10, 12)
-    cases = list(itertools.product(dualpipe.ALL_SCHEDULES, *sizes, (2,)))
+    cases = list(itertools.product(pipeline.SCHEDULES, *sizes, (2,)))
     cases += itertools.product(["interleaved"], *sizes, (3,))
     browser.open(f"{site.as_uri()}/play/schedules.html")
     found = browser.run(
@@ -213,7 +212,8 @@ def test_schedules_are_pythons(site, browser):
     )
     for case, rows in zip(cases, found):
         try:
-            spans = pipeline.simulate(dualpipe.find_schedule(*case))
+            chunks = case[3] if case[0] == "interleaved" else None
+            spans = pipeline.simulate(pipeline.find_schedule(*case[:3], chunks))
         except ValueError as e:
             assert rows == str(e).partition(", not")[0]
         else:

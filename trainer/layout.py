@@ -52,7 +52,7 @@ def add_flags(parser):
     why = "how attention sees the whole sequence"
     g.add_argument("--cp-kind", choices=context_parallel.KINDS, default="ring", help=why)
     why = "order of the micro-batches in a pipeline"
-    g.add_argument("--schedule", choices=list(dualpipe.ALL_SCHEDULES), default="1f1b", help=why)
+    g.add_argument("--schedule", choices=list(schedules.SCHEDULES), default="1f1b", help=why)
     why = "what replicas split: 1 optimizer states, 2 gradients too, 3 weights too (FSDP)"
     g.add_argument("--zero", type=int, choices=range(4), default=0, help=why)
     zero_flags.add_flags(g, bucket_mb=25, ranks_flag="--zero-ranks")
@@ -101,7 +101,7 @@ def default_microbatches(args):
     divisors = [m for m in range(1, min(rows, 10_000) + 1) if rows % m == 0]
     for m in sorted(divisors, key=lambda m: (m > most, abs(m - most))):
         with contextlib.suppress(ValueError):
-            dualpipe.ALL_SCHEDULES[args.schedule](0, args.pp, m)
+            schedules.make_row(args.schedule, 0, args.pp, m)
             return m
     why = f"no number of micro-batches that divides --batch {args.batch} / --dp {args.dp} suits it"
     raise Refused(f"--schedule {args.schedule}: {why}; --batch {args.dp * most} does")
@@ -113,7 +113,7 @@ def check(args, config):
         tensor_parallel.check_heads(config, args.tp)
         cp_shape(args, config.heads // args.tp)
     harness.check_batch(args, args.dp)  # before a schedule of that many is made
-    schedules.of_flags(dualpipe.find_schedule, args, config, args.pp)
+    schedules.check_schedule(args, config, args.pp)
     ranks, where = args.dp * args.cp, f"the {args.dp * args.cp} ranks of --dp x --cp"
     zero_flags.check_types(args)
     zero_flags.check_ranks("--zero-ranks", args.zero_ranks, ranks, where, args.zero)
@@ -200,7 +200,7 @@ def check_needed(args):
 
 def schedule_of(args):
     """The pipeline's schedule. FSDP can't run pairs: it looks one unit ahead, not two."""
-    schedule = dualpipe.find_schedule(args.schedule, args.pp, args.microbatches, args.chunks)
+    schedule = schedules.find_schedule(args.schedule, args.pp, args.microbatches, args.chunks)
     pairs = args.schedule == "dualpipev" and args.zero < 3
     return dualpipe.PairedSchedule(schedule.rows) if pairs else schedule
 
