@@ -52,11 +52,10 @@ class MoE(nn.Module):
         weights, chosen = self.router(x, batch.target_count if batch else None)  # (B, T, k) each
         # Where enter gathers tokens, it gathers their weights and experts, too
         tokens = [self.enter(t).flatten(0, 1) for t in (x, weights, chosen)]  # (B T, C or k)
-
-        def run_shared():  # needs no routed token: expert_parallel.py calls it while tokens travel
-            return None if self.shared is None else self.shared(x)
-
-        y, shared = self.dispatch(*tokens, self.experts, meanwhile=run_shared)
+        sent = self.dispatch.send(*tokens)
+        # Between the two calls expert_parallel.py's tokens travel
+        shared = None if self.shared is None else self.shared(x)
+        y = self.dispatch.combine(sent, self.experts)
         y = self.leave(y.unflatten(0, (len(x), -1)))  # (B, T, C)
         return y if shared is None else y + shared
 
@@ -88,16 +87,18 @@ class Router(nn.Linear):
 
 
 class Dispatch(nn.Module):
-    """Brings N tokens to their experts and back: x (N, C), weights and chosen (N, k) -> y (N, C),
-    and what meanwhile() returns, which needs no routed token. No token is dropped, nothing is
-    padded. The same, one expert after another:
+    """Brings N tokens to their experts and back: x (N, C), weights and chosen (N, k) -> y (N, C).
+    No token is dropped, nothing is padded. The same, one expert after another:
 
         for e in range(E):
             token, place = (chosen == e).nonzero(as_tuple=True)
             y[token] += weights[token, place].unsqueeze(1) * mlps[e](x[token])"""
 
-    def forward(self, x, weights, chosen, experts, meanwhile):
-        beside = meanwhile()
+    def send(self, x, weights, chosen):
+        return x, weights, chosen  # all experts are here
+
+    def combine(self, sent, experts):
+        x, weights, chosen = sent
         order = chosen.flatten().argsort(stable=True)  # (N k,): by expert, then by token
         # Not bincount, for which the host waits, to learn the size of the result
         counts = order.new_zeros(len(experts.up))  # (E,)
@@ -105,7 +106,7 @@ class Dispatch(nn.Module):
         token = order // chosen.shape[1]  # choice i is of token i // k
         rows = experts(x.index_select(0, token), counts)
         rows = rows * weights.flatten()[order].unsqueeze(1)
-        return torch.zeros_like(x).index_add(0, token, rows), beside
+        return torch.zeros_like(x).index_add(0, token, rows)
 
 
 class Experts(nn.Module):

@@ -451,8 +451,8 @@ def context_core(kind, over=group.WORLD):
     return cp.Ring(over, zigzag=kind == "ring")
 
 
-def plainly(ep, over, rows, weights, chosen, experts, meanwhile):
-    return ep.plain_dispatch(rows, weights, chosen, experts, EXPERTS, over), meanwhile()
+def plainly(ep, over, rows, weights, chosen, experts):
+    return ep.plain_dispatch(rows, weights, chosen, experts, EXPERTS, over)
 
 
 def split_llama(tp, llama, over):
