@@ -260,6 +260,7 @@ class ExpertDispatch(nn.Module):
     def __init__(self, expert_count, group, capacity=None, chunks=1, before_wait=lambda: None):
         super().__init__()
         self.expert_count, self.group = expert_count, group
+        self.experts_per_rank = experts_of_ranks(expert_count, dist.get_world_size(group))
         self.capacity, self.chunks, self.before_wait = capacity, chunks, before_wait
 
     def forward(self, x, router_weights, chosen, experts):
@@ -278,26 +279,23 @@ class ExpertDispatch(nn.Module):
         return [Chunk(self, *arguments) for arguments in zip(*parts, *counts)]
 
     def combine(self, sent, experts):
-        """Returns y (n, C)."""
         for chunk in sent:
             chunk.compute(experts)
         return torch.cat([chunk.add_up() for chunk in sent])
 
     def exchange_counts(self, choices):
-        """Tell every rank how many rows it gets. choices: each chunk's (n k,), numbers of experts.
-        Returns, for each chunk:
-
-        send_counts, receive_counts: how many rows go to each rank, and come from it, as lists
-        incoming (N, local_experts): how many come from each rank for each expert here"""
-        world = dist.get_world_size(self.group)
-        sizes = experts_of_ranks(self.expert_count, world)
-        local_experts = sizes[dist.get_rank(self.group)]
-        # A dropped choice has the number E. Without a capacity E is no number: torch refuses it
+        """Tell every rank how many rows it gets. choices: each chunk's (n k,). Returns, for each
+        chunk, how many rows go to each rank, how many come from it (two lists), and how many come
+        from each rank for each expert here, (N, local_experts)."""
+        sizes = self.experts_per_rank
+        world, local_experts = len(sizes), sizes[dist.get_rank(self.group)]
+        # A dropped choice has the number E. If none can be dropped, torch refuses E: out of bounds
         numbers = self.expert_count if self.capacity is None else self.expert_count + 1
-        outgoing = torch.stack([count_each(chosen, numbers) for chosen in choices], dim=1)
-        outgoing = outgoing[: self.expert_count]  # (E, chunks)
+        outgoing = choices[0].new_zeros(numbers, len(choices))
+        for i, chosen in enumerate(choices):  # not bincount, for which the host would wait
+            outgoing[:, i].scatter_add_(0, chosen, torch.ones_like(chosen))
+        outgoing = outgoing[: self.expert_count]  # (E, chunks): a rank gets those of its experts
         incoming = outgoing.new_empty(world * local_experts, len(choices))
-        # A rank gets the counts of its experts
         dist.all_to_all_single(incoming, outgoing, [local_experts] * world, sizes, group=self.group)
         incoming = incoming.view(world, local_experts, -1)  # (N, local_experts, chunks)
         to_ranks = torch.stack([part.sum(0) for part in outgoing.split(sizes)])  # (N, chunks)
@@ -306,14 +304,8 @@ class ExpertDispatch(nn.Module):
         return send_counts, receive_counts, incoming.unbind(2)
 
 
-def count_each(chosen, numbers):
-    """How often each number occurs, (numbers,). (For bincount the host would wait.)"""
-    return chosen.new_zeros(numbers).scatter_add_(0, chosen, torch.ones_like(chosen))
-
-
 class Chunk:
-    """Part of the tokens: plain_dispatch in three steps. After the first two, rows travel, while
-    other chunks take their step."""
+    """Part of the tokens: plain_dispatch in three steps. Between them rows travel."""
 
     def __init__(self, dispatch, x, router_weights, chosen, send_counts, receive_counts, incoming):
         self.x, self.router_weights, self.incoming = x, router_weights, incoming
@@ -321,19 +313,19 @@ class Chunk:
         self.order = chosen.flatten().argsort(stable=True)[: sum(send_counts)]
         self.token_of_row = self.order // chosen.shape[1]
         options = dispatch.group, dispatch.before_wait
-        self.there = Transfer(send_counts, receive_counts, *options)
-        self.back = Transfer(receive_counts, send_counts, *options)
-        self.started = Start.apply(x.index_select(0, self.token_of_row), self.there)
+        self.to_experts = Transfer(send_counts, receive_counts, *options)
+        self.from_experts = Transfer(receive_counts, send_counts, *options)
+        self.started = Start.apply(x.index_select(0, self.token_of_row), self.to_experts)
 
     def compute(self, experts):
-        rows = Wait.apply(self.started, self.there)
-        self.started = Start.apply(run_experts(experts, rows, self.incoming), self.back)
+        rows = Wait.apply(self.started, self.to_experts)
+        self.started = Start.apply(run_experts(experts, rows, self.incoming), self.from_experts)
 
     def add_up(self):
-        results = Wait.apply(self.started, self.back)
+        results = Wait.apply(self.started, self.from_experts)
         results = results * self.router_weights.flatten()[self.order].unsqueeze(1)
-        results = results.to(self.x.dtype)
-        return torch.zeros_like(self.x).index_add(0, self.token_of_row, results)
+        y = torch.zeros_like(self.x)
+        return y.index_add(0, self.token_of_row, results.to(y.dtype))
 
 
 # --- capacity: an expert refuses rows beyond its share

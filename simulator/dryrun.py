@@ -40,7 +40,7 @@ import context_parallel
 import dualpipe
 import proof
 from dualpipe import PairedSchedule
-from expert_parallel import ExpertDispatch, experts_of_ranks
+from expert_parallel import ExpertDispatch
 from harness import Refused, signals
 from proof.ledger import lasting
 from receipts import pipeline as schedules
@@ -215,8 +215,7 @@ def ones(tensor, tolist=torch.Tensor.tolist):
 
 def even(dispatch, chunks, exchange=ExpertDispatch.exchange_counts):
     """In place of ExpertDispatch.exchange_counts, as if every expert were chosen as often."""
-    sizes = experts_of_ranks(dispatch.expert_count, dist.get_world_size(dispatch.group))
-    ends = [0, *itertools.accumulate(sizes)]
+    ends = [0, *itertools.accumulate(dispatch.experts_per_rank)]
     cuts = [[len(chunk) * end // ends[-1] for end in ends] for chunk in chunks]
     send = [[b - a for a, b in zip(cut, cut[1:])] for cut in cuts]
     receive = [[n[dist.get_rank(dispatch.group)]] * len(n) for n in send]
