@@ -44,8 +44,7 @@ def plain_dispatch(x, router_weights, chosen, experts, expert_count, group):
     """Send each token of x (n, C) to its k experts. Returns the weighted sums of their results,
     (n, C). router_weights, chosen: (n, k). Each of N ranks has expert_count / N experts, a whole
     number: experts(rows, rows_per_expert) computes those of this rank. rows (m, C) come sorted by
-    expert, and the results (m, C) keep that order. ExpertDispatch, below, takes any number of
-    experts, and overlaps the messages."""
+    expert, and the results (m, C) keep that order."""
     world = dist.get_world_size(group)
     if torch.is_grad_enabled() and not x.requires_grad:
         x = x.detach().requires_grad_()  # else this rank would not join the all-to-alls of backward
@@ -111,15 +110,14 @@ def experts_of_ranks(expert_count, world):
     if expert_count < world:
         raise ValueError(f"{expert_count} experts are too few for {world} ranks: each needs one")
     each, extra = divmod(expert_count, world)
-    return [each + 1 if rank < extra else each for rank in range(world)]
+    return [each + 1] * extra + [each] * (world - extra)
 
 
 def shard_experts(parameter, group, data_group=None):
     """Cut a parameter (E, ...) to this rank's experts. Returns a new parameter: put it in the old
-    one's place, and then make the optimizer. Its `placement` says which part it is, for sums, norms
-    and checkpoints: {"cuts": {0: (group, 2, 2)}} says that this rank of the group has two of
-    dimension 0, the experts 2 and 3. Of experts that are modules write it yourself:
-    docs/use/two-techniques.md.
+    one's place, and then make the optimizer. Its `placement` tells sums, norms and checkpoints
+    which part it is: {"cuts": {0: (group, 2, 2)}} is two of dimension 0 from 2 on, the experts 2
+    and 3. Of experts that are modules write it yourself: docs/use/two-techniques.md.
 
     data_group: the ranks that hold the same experts, if data parallelism has more ranks than
     `group`. Their gradients must be summed over it."""
@@ -130,7 +128,7 @@ def shard_experts(parameter, group, data_group=None):
     part = nn.Parameter(part, requires_grad=parameter.requires_grad)
     part.__dict__.update(parameter.__dict__)  # keep attributes of other techniques
     placement = {"shape": tuple(parameter.shape), "cuts": {}} | getattr(parameter, "placement", {})
-    cuts = placement["cuts"] | {0: (group, sum(sizes[:rank]), sizes[rank])}  # dimension 0: a slice
+    cuts = placement["cuts"] | {0: (group, sum(sizes[:rank]), sizes[rank])}
     part.placement = placement | {"cuts": cuts, "data": data_group}
     return part
 
@@ -149,23 +147,21 @@ def sum_replicated_gradients(parameters, group):
     if not replicated:
         return
     for p in replicated:
-        check_same_experts(p, group)
         if p.grad is None:  # zeros: if it were skipped on one rank only, replicas would drift apart
             p.grad = torch.zeros_like(p)
-        mark_summed(p, group)
+        check_sum(p, group)
     flat = torch.cat([p.grad.flatten() for p in replicated])
     dist.all_reduce(flat, group=group)
     for p, total in zip(replicated, flat.split([p.numel() for p in replicated])):
-        p.grad.data.copy_(total.view_as(p))  # .data leaves _version as it is, for mark_summed
+        p.grad.data.copy_(total.view_as(p))  # .data leaves _version as it is, for check_sum
 
 
-# --- a model of yours: each of N ranks has some tokens x (n, C), and some of E experts
+# --- a model of yours: each of N ranks has some tokens x (n, C), and E / N of the experts
 #
 #     for p in model.parameters():  # all ranks start alike, with all experts
 #         dist.broadcast(p.data, group_src=0, group=group)
 #     model.up = shard_experts(model.up, group)  # (E, H, C) -> this rank's experts
 #     model.down = shard_experts(model.down, group)  # (E, C, H). Now make the optimizer
-#     dispatch = ExpertDispatch(E, group)  # below: plain_dispatch, but overlapped
 #
 #     def mlps(rows, rows_per_expert):
 #         parts = zip(rows.split(rows_per_expert.tolist()), model.up, model.down)
@@ -173,14 +169,15 @@ def sum_replicated_gradients(parameters, group):
 #
 #     for x, targets in microbatches:
 #         weights, chosen = model.router(x).softmax(-1).topk(k)  # router: nn.Linear(C, E)
-#         y, _ = dispatch(x, weights, chosen, mlps)
+#         y = plain_dispatch(x, weights, chosen, mlps, E, group)
 #         loss = F.cross_entropy(model.head(y), targets, reduction="sum")
 #         loss = loss / target_count  # the targets of all ranks and micro-batches
 #         # An even load needs a balance loss, added here: mixture.py
 #         loss.backward()
 #     sum_replicated_gradients(model.parameters(), group)  # then step
 #
-# A norm to clip by must count all ranks' experts: composition.py's norm_in_grid does.
+# Faster, and for any E: dispatch = ExpertDispatch(E, group), then y = dispatch(x, weights, chosen,
+# mlps). A norm to clip by must count all ranks' experts: composition.py's norm_in_grid does.
 # docs/fix/not-checked.md lists the mistakes that nothing catches.
 
 # --- the all-to-all in two halves: computation fits in between
@@ -206,6 +203,7 @@ class Transfer:
         self.work = dist.all_to_all_single(
             self.arriving, self.rows, receive_counts, send_counts, group=self.group, async_op=True
         )
+        return rows.new_empty(0)  # in autograd's graph it leads from Start to Wait
 
     def wait(self):
         self.before_wait()
@@ -216,13 +214,10 @@ class Transfer:
 
 
 class Start(torch.autograd.Function):
-    """Returns an empty tensor. Wait takes it, so that autograd's graph connects the two."""
-
     @staticmethod
     def forward(ctx, rows, transfer):
         ctx.transfer = transfer
-        transfer.start(rows, *transfer.counts)
-        return rows.new_empty(0)
+        return transfer.start(rows, *transfer.counts)
 
     @staticmethod
     @once_differentiable  # a gradient of a gradient is refused: these messages have no backward
@@ -231,8 +226,6 @@ class Start(torch.autograd.Function):
 
 
 class Wait(torch.autograd.Function):
-    """Takes the tensor of Start, returns the rows that have arrived."""
-
     @staticmethod
     def forward(ctx, empty, transfer):
         ctx.transfer = transfer
@@ -241,32 +234,28 @@ class Wait(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
-        ctx.transfer.start(gradient, *reversed(ctx.transfer.counts))  # the other way
-        return gradient.new_empty(0), None
+        return ctx.transfer.start(gradient, *reversed(ctx.transfer.counts)), None
 
 
 # --- overlap: one chunk of the tokens is computed while others travel
 
 
 class ExpertDispatch(nn.Module):
-    """Like plain_dispatch, overlapped: dispatch(x, router_weights, chosen, experts) returns y
-    (n, C), and what meanwhile() returns.
+    """plain_dispatch, overlapped: y = dispatch(x, router_weights, chosen, experts). Call send() and
+    combine() in its place where something else can be computed between them, such as an MLP that
+    every token passes. With 2 chunks:
 
-    expert_count  E
-    chunks        how many parts the tokens are cut into: one is computed while others travel
+        computed   that MLP       experts of chunk 0   experts of chunk 1   sums of 0    sums of 1
+        travels    rows of 0, 1   rows of 1            results of 0         results of 1
+
+    expert_count  E, any number from N on
     capacity      an expert takes at most capacity k n / E of a rank's rows (drop_late). None: all
+    chunks        how many parts the tokens are cut into
     before_wait   called before each wait: dualpipe.py runs another micro-batch there
-    chosen        experts' numbers, int64, 0..E-1
-    experts       as in plain_dispatch. A rank may get no rows: its result still has the usual dtype
-    meanwhile     called once, while rows travel, for what needs no expert, such as a shared MLP
 
     All ranks must run as many forwards and backwards, with the same numbers of experts and chunks:
-    otherwise they wait for ever. A rank without tokens gives x (0, C).
-
-    What is computed, and what travels meanwhile, with 2 chunks:
-
-        computed   meanwhile()    experts of chunk 0   experts of chunk 1   sums of 0    sums of 1
-        travels    rows of 0, 1   rows of 1            results of 0         results of 1"""
+    otherwise they wait for ever. A rank without tokens gives x (0, C), and one that gets no rows
+    returns results of the usual dtype."""
 
     def __init__(self, expert_count, group, capacity=None, chunks=1, before_wait=lambda: None):
         super().__init__()
@@ -274,8 +263,11 @@ class ExpertDispatch(nn.Module):
         self.experts_per_rank = experts_of_ranks(expert_count, dist.get_world_size(group))
         self.capacity, self.chunks, self.before_wait = capacity, chunks, before_wait
 
-    def forward(self, x, router_weights, chosen, experts, meanwhile=lambda: None):
-        check_chosen(chosen, self.expert_count)
+    def forward(self, x, router_weights, chosen, experts):
+        return self.combine(self.send(x, router_weights, chosen), experts)
+
+    def send(self, x, router_weights, chosen):
+        """Sort the rows of each chunk, and send them."""
         if self.capacity is not None:
             chosen = drop_late(chosen, self.expert_count, self.capacity)
         # Every rank must have all all-to-alls in its graph: x may come from frozen layers
@@ -284,59 +276,56 @@ class ExpertDispatch(nn.Module):
         choices = chosen.tensor_split(self.chunks)
         counts = self.exchange_counts([part.flatten() for part in choices])
         parts = x.tensor_split(self.chunks), router_weights.tensor_split(self.chunks), choices
-        running = [self.run_chunk(experts, *arguments) for arguments in zip(*parts, *counts)]
-        # 1  Sort the rows of each chunk, and send them
-        for chunk in running:
-            next(chunk)
-        beside = meanwhile()
-        # 2  Wait for a chunk's rows, run the experts, send the results
-        for chunk in running:
-            next(chunk)
-        # 3  Wait for a chunk's results, weigh, add up
-        return torch.cat([next(chunk) for chunk in running]), beside
+        return [Chunk(self, *arguments) for arguments in zip(*parts, *counts)]
 
-    def run_chunk(self, experts, x, router_weights, chosen, send_counts, receive_counts, incoming):
-        """plain_dispatch without the counts. At a `yield` it stops, and others run."""
-        kept = sum(send_counts)  # a dropped choice has the number E: it comes last, and is cut off
-        order = chosen.flatten().argsort(stable=True)[:kept]
-        token_of_row = order // chosen.shape[1]
-        dispatch = Transfer(send_counts, receive_counts, self.group, self.before_wait)
-        combine = Transfer(receive_counts, send_counts, self.group, self.before_wait)
-        edge = Start.apply(x.index_select(0, token_of_row), dispatch)  # its empty tensor
-        yield
-        results = run_experts(experts, Wait.apply(edge, dispatch), incoming)
-        edge = Start.apply(results, combine)
-        yield
-        results = Wait.apply(edge, combine) * router_weights.flatten()[order].unsqueeze(1)
-        yield torch.zeros_like(x).index_add(0, token_of_row, results.to(x.dtype))
+    def combine(self, sent, experts):
+        for chunk in sent:
+            chunk.compute(experts)
+        return torch.cat([chunk.add_up() for chunk in sent])
 
     def exchange_counts(self, choices):
-        """Tell every rank how many rows it gets. choices: each chunk's (n k,), numbers of experts.
-        E stands for a dropped one. Returns, for each chunk:
-
-        send_counts, receive_counts: how many rows go to each rank, and come from it, as lists
-        incoming (N, local_experts): how many come from each rank for each expert here"""
-        world = len(self.experts_per_rank)
-        local_experts = self.experts_per_rank[dist.get_rank(self.group)]
-        outgoing = [count_rows(chosen, self.expert_count) for chosen in choices]
-        outgoing = torch.stack(outgoing, dim=1)  # (E, chunks)
+        """Tell every rank how many rows it gets. choices: each chunk's (n k,). Returns, for each
+        chunk, how many rows go to each rank, how many come from it (two lists), and how many come
+        from each rank for each expert here, (N, local_experts)."""
+        sizes = self.experts_per_rank
+        world, local_experts = len(sizes), sizes[dist.get_rank(self.group)]
+        # A dropped choice has the number E. If none can be dropped, torch refuses E: out of bounds
+        numbers = self.expert_count if self.capacity is None else self.expert_count + 1
+        outgoing = choices[0].new_zeros(numbers, len(choices))
+        for i, chosen in enumerate(choices):  # not bincount, for which the host would wait
+            outgoing[:, i].scatter_add_(0, chosen, torch.ones_like(chosen))
+        outgoing = outgoing[: self.expert_count]  # (E, chunks): a rank gets those of its experts
         incoming = outgoing.new_empty(world * local_experts, len(choices))
-        # A rank gets the rows of `outgoing` that are of its experts
-        sizes = [local_experts] * world, self.experts_per_rank
-        dist.all_to_all_single(incoming, outgoing, *sizes, group=self.group)
+        dist.all_to_all_single(incoming, outgoing, [local_experts] * world, sizes, group=self.group)
         incoming = incoming.view(world, local_experts, -1)  # (N, local_experts, chunks)
-        to_ranks = [part.sum(0) for part in outgoing.split(self.experts_per_rank)]
-        to_ranks = torch.stack(to_ranks)  # (N, chunks)
+        to_ranks = torch.stack([part.sum(0) for part in outgoing.split(sizes)])  # (N, chunks)
         counts = torch.stack((to_ranks.T, incoming.sum(1).T))  # (2, chunks, N)
         send_counts, receive_counts = counts.tolist()  # the host waits for the device, once
         return send_counts, receive_counts, incoming.unbind(2)
 
 
-def count_rows(chosen, expert_count):
-    """How many choices each expert has, (E,), without the dropped ones, E. (For bincount the host
-    would wait.)"""
-    counts = chosen.new_zeros(expert_count + 1)
-    return counts.scatter_add_(0, chosen, torch.ones_like(chosen))[:expert_count]
+class Chunk:
+    """Part of the tokens: plain_dispatch in three steps. Between them rows travel."""
+
+    def __init__(self, dispatch, x, router_weights, chosen, send_counts, receive_counts, incoming):
+        self.x, self.router_weights, self.incoming = x, router_weights, incoming
+        # Dropped choices come last, and are cut off
+        self.order = chosen.flatten().argsort(stable=True)[: sum(send_counts)]
+        self.token_of_row = self.order // chosen.shape[1]
+        options = dispatch.group, dispatch.before_wait
+        self.to_experts = Transfer(send_counts, receive_counts, *options)
+        self.from_experts = Transfer(receive_counts, send_counts, *options)
+        self.started = Start.apply(x.index_select(0, self.token_of_row), self.to_experts)
+
+    def compute(self, experts):
+        rows = Wait.apply(self.started, self.to_experts)
+        self.started = Start.apply(run_experts(experts, rows, self.incoming), self.from_experts)
+
+    def add_up(self):
+        results = Wait.apply(self.started, self.from_experts)
+        results = results * self.router_weights.flatten()[self.order].unsqueeze(1)
+        y = torch.zeros_like(self.x)
+        return y.index_add(0, self.token_of_row, results.to(y.dtype))
 
 
 # --- capacity: an expert refuses rows beyond its share
@@ -357,43 +346,32 @@ def drop_late(chosen, expert_count, capacity):
 # --- mistakes that would be silent: refused
 
 
-def check_chosen(chosen, expert_count):
-    """E stands for a dropped choice: a wrong number could drop a token, silently. No host waits for
-    _assert_async."""
-    valid = (chosen >= 0) & (chosen < expert_count)
-    message = f"a token chose an expert that is not one of the {expert_count}"
-    torch._assert_async(valid.all(), message)
-
-
-def check_same_experts(parameter, group):
-    """Refuse a group in which ranks hold different experts of a parameter: the sum would mix their
-    gradients. So it would be over all data-parallel ranks, if experts are split over some."""
+def check_sum(parameter, group):
+    """Refuse a group whose ranks hold different experts: the sum would mix their gradients. Refuse
+    a second sum over the group. And have autograd refuse a backward pass after the sum, which would
+    add an unsummed gradient."""
     ranks = set(dist.get_process_group_ranks(group))
     for other in groups_splitting(parameter):
         if len(ranks.intersection(dist.get_process_group_ranks(other))) > 1:
             advice = "sum over the group that they are split over, then over data_group"
             raise ValueError(f"ranks of this group hold different experts: {advice}")
-
-
-def mark_summed(parameter, group):
-    """Refuse a second sum over the group, and a backward pass after a sum: it would add an unsummed
-    gradient. Called before each sum. torch raises a tensor's _version with every change in place,
-    so an equal one says that nothing has happened since. (Clipping is a change, too.)"""
-    refuse_summed(parameter, [group.group_name])
+    refuse_second_sum(parameter, group.group_name)
     gradient = parameter.grad
-    gradient.summed_at = {**getattr(gradient, "summed_at", {}), group.group_name: gradient._version}
-    if not hasattr(parameter, "watched"):  # the hook runs before backward adds to the gradient
-        parameter.register_hook(
-            lambda _: refuse_summed(parameter, getattr(parameter.grad, "summed_at", ()))
-        )
-        parameter.watched = True
+    versions = dict.fromkeys(["any group", group.group_name], gradient._version)
+    gradient.versions_summed = getattr(gradient, "versions_summed", {}) | versions
+    if not hasattr(parameter, "watched_for_sums"):
+        # The hook runs before backward adds to the gradient
+        parameter.register_hook(lambda _: refuse_second_sum(parameter, "any group"))
+        parameter.watched_for_sums = True
 
 
-def refuse_summed(parameter, group_names):
-    summed_at = getattr(parameter.grad, "summed_at", {})
-    summed = any(summed_at.get(name) == parameter.grad._version for name in group_names)
+def refuse_second_sum(parameter, group_name):
+    """torch raises a tensor's _version with every change in place (zeroing, clipping): an equal one
+    says that nothing has happened since the sum."""
+    version = getattr(parameter.grad, "versions_summed", {}).get(group_name)
+    unchanged = version is not None and version == parameter.grad._version
     # any(): under a dispatch mode torch zeroes lists of tensors without a new _version
-    if summed and parameter.grad.any():
+    if unchanged and parameter.grad.any():
         raise RuntimeError(
             "this gradient is summed over the ranks already: sum once a step, after the last "
             "backward pass, and call zero_grad() before the next one"
@@ -407,7 +385,6 @@ def parallelize_experts(model, group, data_group=None, **options):
     """Give each rank of the group some experts of a GPT, in place, with weights or on the meta
     device. Call it before you make the optimizer; with tensor parallelism after
     parallelize_tensors."""
-    group = group or dist.group.WORLD
     for mixture in [block.mlp for block in model.blocks.values()]:
         for name, p in list(mixture.experts.named_parameters()):
             setattr(mixture.experts, name, shard_experts(p, group, data_group))

@@ -8,18 +8,12 @@ Its weights are those of E MLPs, its work that of k. It takes the place of the M
 Block. The router scores the experts, and sends each token to the k best. The model's loss does not
 stop it from sending all tokens to the same few. Three remedies, each a field of the config:
 
-balance_loss  factor of E sum_e f_e P_e: of a sequence's assignments the share f_e goes to expert e,
-              whose mean score is P_e. It is 1 if f is even, and up to E/k if all choose the same k.
-              f has no gradient, so P falls where f is large (Fedus et al. 2021,
+balance_loss  factor of a loss that is least if all experts are chosen as often (Fedus et al. 2021,
               arXiv:2101.03961; per sequence: DeepSeek-V3, arXiv:2412.19437)
 z_loss        factor of the mean of logsumexp(logits)^2, which keeps logits small (Zoph et al. 2022,
               arXiv:2202.08906)
 bias_rate     step of a bias, added to the scores for the choice only. After each step it goes up
               where the load was low (Wang et al. 2024, arXiv:2408.15664)
-
-Both losses act through gradients only: the loss that the model reports is the cross-entropy. Like
-it they are sums over tokens, divided by target_count, so those of a batch's pieces add up. (They
-sum over ignored targets too.)
 
     model = GPT(Config(experts=8, balance_loss=0.01, bias_rate=0.001))
     # Of a batch in pieces give each the whole's target_count. Never scale the loss: see AddLoss
@@ -52,18 +46,17 @@ class MoE(nn.Module):
         weights, chosen = self.router(x, batch.target_count if batch else None)  # (B, T, k) each
         # Where enter gathers tokens, it gathers their weights and experts, too
         tokens = [self.enter(t).flatten(0, 1) for t in (x, weights, chosen)]  # (B T, C or k)
-
-        def run_shared():  # needs no routed token: expert_parallel.py calls it while tokens travel
-            return None if self.shared is None else self.shared(x)
-
-        y, shared = self.dispatch(*tokens, self.experts, meanwhile=run_shared)
+        sent = self.dispatch.send(*tokens)
+        # Between the two calls expert_parallel.py's tokens travel
+        shared = None if self.shared is None else self.shared(x)
+        y = self.dispatch.combine(sent, self.experts)
         y = self.leave(y.unflatten(0, (len(x), -1)))  # (B, T, C)
         return y if shared is None else y + shared
 
 
 class Router(nn.Linear):
     """Chooses experts: x (B, T, C) -> weights (B, T, k), the experts' numbers (B, T, k). Of equal
-    scores the lower number wins. In training `with_losses`, below, evens the load."""
+    scores the lower number wins. `with_losses` and `rebalance`, below, make the load even."""
 
     def __init__(self, config):
         super().__init__(config.width, config.experts, bias=False)
@@ -88,16 +81,18 @@ class Router(nn.Linear):
 
 
 class Dispatch(nn.Module):
-    """Brings N tokens to their experts and back: x (N, C), weights and chosen (N, k) -> y (N, C),
-    and what meanwhile() returns, which needs no routed token. No token is dropped, nothing is
-    padded. The same, one expert after another:
+    """Brings N tokens to their experts and back: x (N, C), weights and chosen (N, k) -> y (N, C).
+    No token is dropped, nothing is padded. The same, one expert after another:
 
         for e in range(E):
             token, place = (chosen == e).nonzero(as_tuple=True)
             y[token] += weights[token, place].unsqueeze(1) * mlps[e](x[token])"""
 
-    def forward(self, x, weights, chosen, experts, meanwhile):
-        beside = meanwhile()
+    def send(self, x, weights, chosen):
+        return x, weights, chosen  # all experts are here
+
+    def combine(self, sent, experts):
+        x, weights, chosen = sent
         order = chosen.flatten().argsort(stable=True)  # (N k,): by expert, then by token
         # Not bincount, for which the host waits, to learn the size of the result
         counts = order.new_zeros(len(experts.up))  # (E,)
@@ -105,7 +100,7 @@ class Dispatch(nn.Module):
         token = order // chosen.shape[1]  # choice i is of token i // k
         rows = experts(x.index_select(0, token), counts)
         rows = rows * weights.flatten()[order].unsqueeze(1)
-        return torch.zeros_like(x).index_add(0, token, rows), beside
+        return torch.zeros_like(x).index_add(0, token, rows)
 
 
 class Experts(nn.Module):
@@ -153,7 +148,9 @@ def can_group(x, weight):
 
 def with_losses(router, weights, chosen, scores, logits, target_count):
     """Returns the weights (B, T, k), as they are. Their backward counts the load, and runs the
-    losses' backward. chosen (B, T, k): the experts' numbers. scores, logits (B, T, E)."""
+    losses' backward: the loss that the model reports is the cross-entropy alone. Like it the losses
+    are sums over tokens (those without a target, too), divided by target_count, so those of a
+    batch's pieces add up. chosen (B, T, k). scores, logits (B, T, E)."""
     config, chosen = router.config, chosen.flatten(1)
     assigned = scores.new_zeros(len(scores), config.experts)  # (B, E)
     assigned.scatter_add_(1, chosen, scores.new_ones(chosen.shape))
@@ -173,7 +170,9 @@ def with_losses(router, weights, chosen, scores, logits, target_count):
 
 
 def imbalance(router, scores, assigned):
-    """tokens x E sum_e f_e P_e, added up over sequences."""
+    """tokens x E sum_e f_e P_e, added up over sequences. Of a sequence's choices the share f_e is
+    expert e, whose mean score is P_e. E sum_e f_e P_e is 1 if f is even, and up to E/k if all
+    tokens choose the same k. f has no gradient, so P falls where f is large."""
     if router.config.scores == "sigmoid":
         scores = scores / scores.sum(-1, keepdim=True)
     # One tensor: where a sequence is cut, that is one message
@@ -201,15 +200,14 @@ class AddLoss(torch.autograd.Function):
 
 
 @torch.no_grad()
-def rebalance(model, sum_over_devices=None, step_taken=True):
+def rebalance(model, sum_over_devices=lambda load: None, step_taken=True):
     """After each step: move every router's bias by `bias_rate` towards an even load. A skipped step
     only zeroes the loads. sum_over_devices(load): in place, over the devices with other tokens;
     without it their biases drift apart. Keep choice_bias in float32: in bfloat16 it stops at 0.5
     with steps of 0.001."""
     for router in [module for module in model.modules() if isinstance(module, Router)]:
         if router.config.bias_rate and step_taken:
-            if sum_over_devices is not None:
-                sum_over_devices(router.load)
+            sum_over_devices(router.load)
             load, bias = router.load, router.choice_bias
             step = (load.sum() - load * len(load)).sign()  # 1 where it is below the mean, or -1
             bias += router.config.bias_rate * step.to(bias.dtype)

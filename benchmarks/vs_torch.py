@@ -409,7 +409,7 @@ def their_experts(dealt_out, job):
     """dealt_out: compare those weights that a rank has where experts are dealt out."""
     model = job.model()
     for block in model.blocks.values():
-        block.mlp.dispatch = Loop()
+        block.mlp.dispatch.combine = loop_over_experts
 
     def own_weights():
         for name, p in model.named():
@@ -418,17 +418,16 @@ def their_experts(dealt_out, job):
     return their_ddp(job, model)._replace(weights=own_weights)
 
 
-class Loop(torch.nn.Module):
-    """A loop over experts in which each computes its own tokens, found by its mask."""
-
-    def forward(self, x, weights, chosen, experts, meanwhile):
-        y = torch.zeros_like(x)
-        for e in range(len(experts.up)):
-            token, choice = torch.where(chosen == e)
-            hidden = F.gelu(x[token] @ experts.up[e].t(), approximate="tanh")
-            rows = hidden @ experts.down[e].t() * weights[token, choice].unsqueeze(1)
-            y = y.index_add(0, token, rows)
-        return y, meanwhile()
+def loop_over_experts(sent, experts):
+    """In place of Dispatch.combine: each expert computes its own tokens, found by its mask."""
+    x, weights, chosen = sent
+    y = torch.zeros_like(x)
+    for e in range(len(experts.up)):
+        token, choice = torch.where(chosen == e)
+        hidden = F.gelu(x[token] @ experts.up[e].t(), approximate="tanh")
+        rows = hidden @ experts.down[e].t() * weights[token, choice].unsqueeze(1)
+        y = y.index_add(0, token, rows)
+    return y
 
 
 # --- the pairs

@@ -117,11 +117,11 @@ class Report:
         self.rows, self.load = RowCounter(self.mixtures), 0.0
         self.assignments = self.dropped = self.too_many = 0
         for mixture in self.mixtures if run.args.capacity is not None else []:
-            mixture.dispatch.register_forward_pre_hook(self.count_too_many)
+            mixture.router.register_forward_hook(self.count_too_many)
 
-    def count_too_many(self, dispatch, inputs):
+    def count_too_many(self, router, inputs, outputs):
         """How many of this rank's assignments are more than the experts have room for."""
-        chosen, experts = inputs[2], self.run.config.experts
+        chosen, experts = outputs[1].flatten(0, 1), self.run.config.experts
         n, k = chosen.shape
         load = chosen.flatten().bincount(minlength=experts)
         room = math.ceil(self.run.args.capacity * k * n / experts)

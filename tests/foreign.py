@@ -188,16 +188,15 @@ class Mixture(nn.Module):
         rows = self.norm(x).flatten(0, 1)
         last = torch.arange(EXPERTS) >= EXPERTS - 2
         weights, chosen = self.router(rows).masked_fill(last, -1e9).topk(2)
-        arguments = rows, weights.softmax(-1), chosen, self.experts
-        y, shared = self.dispatch(*arguments, lambda: self.shared(rows))
-        return x + (y + shared).view_as(x)
+        y = self.dispatch(rows, weights.softmax(-1), chosen, self.experts)
+        return x + (y + self.shared(rows)).view_as(x)
 
     @staticmethod
-    def dispatch_here(rows, weights, chosen, experts, meanwhile):
+    def dispatch_here(rows, weights, chosen, experts):
         order = chosen.flatten().argsort(stable=True)
         counts = torch.bincount(chosen.flatten(), minlength=EXPERTS)
         results = experts(rows[order // 2], counts) * weights.flatten()[order].unsqueeze(1)
-        return torch.zeros_like(rows).index_add(0, order // 2, results), meanwhile()
+        return torch.zeros_like(rows).index_add(0, order // 2, results)
 
 
 class Llama(nn.Module):

@@ -487,7 +487,7 @@ def test_usage_of_dualpipe(dualpipe, ep, zb, pp):
             return torch.cat([part @ matrix for part, matrix in parts])
 
         weights, chosen = routers[stage](x).softmax(-1).topk(2)
-        return x + names["dispatch"](x, weights, chosen, experts)[0]
+        return x + names["dispatch"](x, weights, chosen, experts)
 
     def forward(stage, m, x):
         x = inputs[dist.get_rank(), m] if x is None else x
@@ -520,30 +520,33 @@ def test_usage_of_deferred(pp, zb):
     torch.testing.assert_close(late, model.weight.grad)
 
 
+@pytest.mark.parametrize("E", [4, 3])
 @on_top_of("expert_parallel", 2)
-def test_usage_of_expert_parallel(ep):
-    """On both ranks, against each rank alone."""
+def test_usage_of_expert_parallel(ep, E):
+    """On both ranks, against each rank alone. Of 3 experts by what takes plain_dispatch's place."""
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
 
     def gradients(over, part):
         torch.manual_seed(0)
         tokens, targets = torch.randn(9, 4, dtype=torch.float64), torch.randint(5, (9,))
-        up, down = torch.randn(3, 6, 4).double(), torch.randn(3, 4, 6).double()
+        up, down = torch.randn(E, 6, 4).double(), torch.randn(E, 4, 6).double()
         model = nn.Module()
-        model.router, model.head = nn.Linear(4, 3).double(), nn.Linear(4, 5).double()
-        names = dict(group=over, N=dist.get_world_size(over), E=3, k=2, target_count=9, model=model)
+        model.router, model.head = nn.Linear(4, E).double(), nn.Linear(4, 5).double()
+        names = vars(ep) | dict(group=over, E=E, k=2, target_count=9, model=model)
+        if E == 3:
+            names["plain_dispatch"] = lambda *given: ep.ExpertDispatch(*given[4:])(*given[:4])
         names["F"], model.up, model.down = F, nn.Parameter(up), nn.Parameter(down)
         if dist.get_rank(over) > 0:
             nn.init.zeros_(model.router.weight)  # rank 0's values come
         halves = (t[part].tensor_split(2) for t in (tokens, targets))
-        run_usage("expert_parallel", **vars(ep) | names, microbatches=list(zip(*halves)))
+        run_usage("expert_parallel", **names, microbatches=list(zip(*halves)))
         return [p.grad for p in (model.router.weight, model.head.weight, model.up, model.down)]
 
     rank = dist.get_rank()
     *common, up, down = gradients(alone, slice(9))
     ours = gradients(group.WORLD, slice(4 * rank, 4 + 5 * rank))
-    experts = slice(0, 2) if rank == 0 else slice(2, 3)
-    torch.testing.assert_close(ours, [*common, up[experts], down[experts]])
+    up, down = up.tensor_split(2)[rank], down.tensor_split(2)[rank]
+    torch.testing.assert_close(ours, [*common, up, down])
 
 
 # Section of the page, model, which ranks have rows of their own
@@ -752,7 +755,7 @@ def test_what_is_trained_and_its_dtype(ep):
         return ep.plain_dispatch(x, weights, chosen, experts, 3, group.WORLD)
 
     def overlapped(x, weights):
-        return ep.ExpertDispatch(3, group.WORLD)(x, weights, chosen, experts)[0]
+        return ep.ExpertDispatch(3, group.WORLD)(x, weights, chosen, experts)
 
     # The plain form leaves it to the caller that x needs a gradient on all ranks
     cases = [(overlapped, *row) for row in WHAT_IS_TRAINED]

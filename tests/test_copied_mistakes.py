@@ -107,7 +107,7 @@ Schedule([[Action(kind, 0, 0) for kind in {"BF" | "FI" | "FWI" | "FBW"}]])
     # stage 0 runs micro-batch 0 as
 """,
     "expert_parallel": """
-dispatch(chosen={4 | 5 | -1})  # a token chose an expert that is not one of the 4
+dispatch(chosen={4 | 5 | -1})  # out of bounds for dimension 0 with size 4
 twice(lambda x: dispatch(x, experts=lambda rows, counts: rows**3), 3, 4)  # once_differentiable
 sum_replicated_gradients([shard_experts(weight, dist.new_group())], world)  # hold different experts
 """,
@@ -144,7 +144,7 @@ def user_names(module):
         given = dict(chosen=2 * dist.get_rank(), experts=lambda rows, counts: rows) | given
         chosen = torch.full((3, 2), given["chosen"])
         made = module.ExpertDispatch(4, group.WORLD)
-        return made(x, weights, chosen, given["experts"])[0]
+        return made(x, weights, chosen, given["experts"])
 
     three_heads = Names(heads=6, kv_heads=3, experts=0, vocab=7)
     names = dict(

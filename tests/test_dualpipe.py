@@ -173,8 +173,8 @@ def busy_messages(schedule_of, turns):
     start, wait, busy = expert_parallel.Transfer.start, expert_parallel.Transfer.wait, []
 
     def started(transfer, *rows):
-        start(transfer, *rows)
         transfer.matmuls = Matmuls.count
+        return start(transfer, *rows)
 
     def waited(transfer):
         rows = wait(transfer)

@@ -146,7 +146,7 @@ class Layout(OneProcess):
             mixture.experts.mlps = mixture.experts.mlps[start : start + sizes[rank]]
             for p in mixture.experts.parameters():
                 p.placement = {"cuts": {None: (self.ep, start, sizes[rank])}, "data": self.copies}
-            dispatch = functools.partial(plainly, ep, self.ep)
+            dispatch = functools.partial(ep.plain_dispatch, expert_count=EXPERTS, group=self.ep)
             if not plain:
                 options = {"before_wait": self.turns.turn} if self.turns else {}
                 dispatch = ep.ExpertDispatch(EXPERTS, self.ep, chunks=2, **options)
@@ -449,10 +449,6 @@ def context_core(kind, over=group.WORLD):
         square = torch.arange(4).view(2, 2)
         return cp.Ulysses(own(square), cp.Ring(own(square.T)))
     return cp.Ring(over, zigzag=kind == "ring")
-
-
-def plainly(ep, over, rows, weights, chosen, experts, meanwhile):
-    return ep.plain_dispatch(rows, weights, chosen, experts, EXPERTS, over), meanwhile()
 
 
 def split_llama(tp, llama, over):
