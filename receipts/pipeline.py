@@ -69,7 +69,7 @@ def check_length(ranks, microbatches, chunks, most=MOST_ACTIONS):
 
 
 def flags(group):
-    """--compare, and flags that are gone."""
+    """--compare: see `compare`."""
     why = "run nothing: all schedules, or --schedule, for --nproc ranks, from the simulator"
     group.add_argument("--compare", action="store_true", help=why)
 
