@@ -89,20 +89,16 @@ def plain_sequence_mlp(x, norm, up, down, bias, group):
     return x + ReduceScatterTokens.apply(partial, group) + bias  # g: (B, T/t, C)
 
 
-# --- the two messages. start_...: returns a function that waits, and returns the tokens. (With
-#     tokens first, (T, B, C), as in Megatron, nothing would be transposed)
+# --- the two messages. async_op=True: they return a function that waits, and returns the tokens.
+#     (With tokens first, (T, B, C), as in Megatron, nothing would be transposed)
 
 # torch 2.13 renamed these two; older versions know only the second name
 all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def gather_tokens(x, group):
+def gather_tokens(x, group, async_op=False):
     """All ranks' tokens in order: x (B, T/t, C) -> (B, T, C)."""
-    return start_gather(x, group)()
-
-
-def start_gather(x, group):
     shards = x.new_empty(dist.get_world_size(group), *x.shape)  # (t, B, T/t, C)
     flat = shards.flatten(0, 1)  # a view, through which the message fills `shards`
     work = all_gather_into_tensor(flat, x.contiguous(), group=group, async_op=True)
@@ -111,30 +107,24 @@ def start_gather(x, group):
         work.wait()
         return shards.transpose(0, 1).flatten(1, 2)
 
-    return finish
+    return finish if async_op else finish()
 
 
-def reduce_scatter_tokens(x, group):
+def reduce_scatter_tokens(x, group, async_op=False):
     """This rank's tokens of the sum of all ranks' x: (B, T, C) -> (B, T/t, C)."""
-    return start_reduce_scatter(x, group)()
-
-
-def start_reduce_scatter(x, group):
     shards = x.unflatten(1, (dist.get_world_size(group), -1))
     shards = shards.transpose(0, 1).contiguous()  # (t, B, T/t, C)
-    options = dict(group=group, async_op=True)
     if dist.get_backend(group) == "gloo":  # for CPUs: its reduce-scatter sends twice the bytes
-        received = torch.empty_like(shards)
-        work = dist.all_to_all_single(received, shards, **options)
+        message, received = dist.all_to_all_single, torch.empty_like(shards)
     else:
-        received = torch.empty_like(shards[:1])
-        work = reduce_scatter_tensor(received[0], shards.flatten(0, 1), **options)
+        message, received = reduce_scatter_tensor, torch.empty_like(shards[:1])
+    work = message(received, shards, group=group, async_op=True)
 
     def finish(sent=shards):  # the message reads them until the wait
         work.wait()
         return received[0] if len(received) == 1 else received.sum(0)
 
-    return finish
+    return finish if async_op else finish()
 
 
 def shard_tokens(full, group):
@@ -195,43 +185,36 @@ def reduce_partial(parameters):
         if p.requires_grad and placement(p)["partial"]:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
+            refuse_second_sum(p)
             for group in placement(p)["partial"]:
-                mark_summed(p, group)
                 members_of.setdefault(group, []).append(p)
     for group, members in members_of.items():
         flat = torch.cat([p.grad.flatten() for p in members])
         dist.all_reduce(flat, group=group)
         sums = flat.split([p.numel() for p in members])
         for p, total in zip(members, sums):
-            p.grad.data.copy_(total.view_as(p))  # .data leaves _version as it is, for mark_summed
+            p.grad.data.copy_(total.view_as(p))  # .data leaves _version as it is
+            p.grad.completed_at = p.grad._version  # for refuse_second_sum
 
 
 # --- a mistake that would be silent: refused
 
 
-def mark_summed(parameter, group):
-    """Refuse a second sum over the group, and a backward pass after a sum: it would add an unsummed
-    gradient. Called before each sum. torch raises a tensor's _version with every change in place,
-    so an equal one says that nothing has happened since. (Clipping is a change, too.)"""
-    refuse_summed(parameter, [group.group_name])
+def refuse_second_sum(parameter):
+    """Refuse a second sum, and a backward pass after a sum: it would add an unsummed gradient.
+    torch raises a tensor's _version with every change in place, so one equal to that of the sum
+    says that nothing has happened since. (Clipping is a change, too.)"""
     gradient = parameter.grad
-    gradient.summed_at = {**getattr(gradient, "summed_at", {}), group.group_name: gradient._version}
-    if not hasattr(parameter, "watched"):  # the hook runs before backward adds to the gradient
-        parameter.register_hook(
-            lambda _: refuse_summed(parameter, getattr(parameter.grad, "summed_at", ()))
-        )
-        parameter.watched = True
-
-
-def refuse_summed(parameter, group_names):
-    summed_at = getattr(parameter.grad, "summed_at", {})
-    summed = any(summed_at.get(name) == parameter.grad._version for name in group_names)
+    completed_at = getattr(gradient, "completed_at", None)
     # any(): under a dispatch mode torch zeroes lists of tensors without a new _version
-    if summed and parameter.grad.any():
+    if completed_at is not None and completed_at == gradient._version and gradient.any():
         raise RuntimeError(
             "this gradient is summed over the ranks already: sum once a step, after the last "
             "backward pass, and call zero_grad() before the next one"
         )
+    if not hasattr(parameter, "guarded"):  # the hook runs before backward adds to the gradient
+        parameter.register_hook(lambda _: refuse_second_sum(parameter))
+        parameter.guarded = True
 
 
 # --- for model.py's GPT ---
@@ -252,17 +235,14 @@ def parallelize_sequence(model, group, whole_experts=False):
         if model.embed.position is not None:
             shard_last_argument(model.embed.position, group)
     for block in model.blocks.values():
-        mlp = block.mlp
         block.attn.enter = Enter(group, GatherTokens)
         block.attn.proj.leave = Leave(group, ReduceScatterTokens)
         shard_last_argument(block.attn_drop, group)
         shard_last_argument(block.mlp_drop, group)
-        if model.config.experts and not whole_experts:
-            mlp.enter = Enter(group, GatherTokens)  # of the router's weights and choice, too
-            mlp.leave = Leave(group, ReduceScatterTokens)
+        mlp = block.mlp
         if model.config.experts:
-            mlp.router.sum_over_sequence = Leave(group)  # each rank's router saw T/t tokens
-            mlp = mlp.shared
+            split_mixture(mlp, group, whole_experts)
+            mlp = mlp.shared  # None, or an ordinary MLP beside the experts
         if mlp is not None:
             mlp.enter = Enter(group, GatherTokens)
             mlp.down.leave = Leave(group, ReduceScatterTokens)
@@ -272,6 +252,13 @@ def parallelize_sequence(model, group, whole_experts=False):
     others = [p for name, p in model.named_parameters() if ".experts." not in name]
     mark_partial(others, group)
     return model
+
+
+def split_mixture(mixture, group, whole_experts):
+    mixture.router.sum_over_sequence = Leave(group)  # each rank's router saw T/t tokens
+    if not whole_experts:
+        mixture.enter = Enter(group, GatherTokens)  # of the router's weights and choice, too
+        mixture.leave = Leave(group, ReduceScatterTokens)
 
 
 def shard_last_argument(module, group):

@@ -1,32 +1,25 @@
 """Tensor and sequence parallelism, faster: f's message travels while backward computes.
 
-Read tensor_parallel.py first, and sequence_parallel.py for the half of this file with --sp.
+Read tensor_parallel.py first, and sequence_parallel.py for what has --sp. A linear layer's backward
+gets dy, the gradient of its output, and computes dx, that of its input, and dW and db, those of its
+parameters. In those files autograd computes all three, and then calls f's backward, which sends dx
+and waits. But dW and db don't need what f sends:
 
-A linear layer's backward gets dy, the gradient of its output, and computes dx, that of its input,
-and dW and db, those of its parameters. In those files autograd computes all three, and then calls
-f's backward, which sends dx and waits. But dW and db don't need what f sends:
-
-    tensor_parallel.py     dx, dW, db, all-reduce of dx
-    here                   dx, its all-reduce starts, dW, db, wait
+    tensor_parallel.py  dx, dW, db, all-reduce of dx
+    here                dx, its all-reduce starts, dW, db, wait
+    --sp                dx, its reduce-scatter starts, dW, db, wait
+    --gather-again      x's gather starts, dx, its reduce-scatter starts, wait for x, dW, db, wait
 
 So f and the layers behind it become one autograd function, because within one function we choose
-the order. With H outputs of all layers behind f, before the cut:
+the order. --gather-again is the paper's own form (Korthikanti et al. 2022): hold this rank's T/t
+tokens of x until backward, instead of all T. A block sends 10 r B T C e bytes, not 8.
 
-    dW         2 B T C H/t operations
-    message    2 r B T C e bytes, half with --sp
-    hidden if  H > t r e x (operations a second) / (bytes a second). H100s with 400 TFLOP/s and
-               450 GB/s, t = 8, 16 bits: H > 12,500
-
-g's messages, and all in forward, are still waited for. The demo shows that the gradients are right;
-that a message is hidden only a profiler on GPUs shows.
-
-With sequence parallelism f is an all-gather, and its backward a reduce-scatter:
-
-    --sp              dx, its reduce-scatter starts, dW, db, wait
-    --gather-again    x's all-gather starts, dx, its reduce-scatter starts, wait for x, dW, db, wait
-
---gather-again is the paper's own form (Korthikanti et al. 2022): hold this rank's T/t tokens of x
-until backward, instead of all T. A block sends 10 r B T C e bytes, not 8.
+With H outputs of all layers behind f, before the cut, dW takes 2 B T C H/t operations, and the
+message has 2 r B T C e bytes, half with --sp. It is hidden if H > t r e x (operations a second) /
+(bytes a second): for H100s with 400 TFLOP/s and 450 GB/s, t = 8 and 16 bits if H > 12,500. g's
+messages, and all in forward, are still waited for. A GPU must begin a message before the matmuls
+that hide it: Megatron-LM sets CUDA_DEVICE_MAX_CONNECTIONS=1 for that. The demo shows that gradients
+are right, and only a profiler on GPUs what is hidden.
 
     torchrun --nproc_per_node=4 tensor_overlap.py
     python tensor_overlap.py --sp --gather-again --nproc 2
@@ -35,16 +28,14 @@ Shoeybi et al. 2019, arXiv:1909.08053. The order: Megatron-LM's
 LinearWithGradAccumulationAndAsyncCommunication. Korthikanti et al. 2022, arXiv:2205.05198.
 """
 
-from functools import partial
-
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable  # refuses a gradient of a gradient
 from torch.overrides import has_torch_function
 
-from sequence_parallel import GatherTokens, gather_tokens, start_gather, start_reduce_scatter
-from tensor_parallel import Enter
+from sequence_parallel import GatherTokens, gather_tokens, reduce_scatter_tokens
 
 # --- the plainest form: f and one layer
 
@@ -74,121 +65,91 @@ class EnterLinear(torch.autograd.Function):
         return dx, dw, db, None
 
 
-# --- f and all layers that read its result, such as q, k and v. They share one message
+# --- f and all layers that read its result, such as gate and up. They share one message
 
 
-class EnterAndProject(Enter):
-    """Takes the place of an Enter, of tensor or of sequence parallelism, and computes the layers
-    behind it. It returns {layer: its output}, from which each ColumnParallelLinear takes its own.
+class EnterAndProject(nn.Module):
+    """An Enter and the ColumnParallelLinears behind it: x -> {layer: its output}. In the layers'
+    places stand `layers`, which take their own output from it, and hold the parameters.
 
-        qkv = ColumnParallelLinear(attn.qkv, group)
-        attn.qkv = nn.Sequential(EnterAndProject(Enter(group), [qkv]), qkv)
-        mlp.gate, mlp.up = (ColumnParallelLinear(m, group) for m in (mlp.gate, mlp.up))
-        project = EnterAndProject(Enter(group, GatherTokens), [mlp.gate, mlp.up])
-        mlp.norm = nn.Sequential(mlp.norm, project)    # both get what it returns
+        qkv = EnterAndProject(Enter(group), [ColumnParallelLinear(attn.qkv, group)])
+        attn.qkv = nn.Sequential(qkv, *qkv.layers)
+        columns = [ColumnParallelLinear(m, group) for m in (mlp.gate, mlp.up)]
+        project = EnterAndProject(Enter(group, GatherTokens), columns)
+        mlp.norm = nn.Sequential(mlp.norm, project)
+        mlp.gate, mlp.up = project.layers
 
     gather_again: with GatherTokens only. Hold x (B, T/t, C) instead of what f gathered."""
 
     def __init__(self, enter, layers, gather_again=False):
-        super().__init__(enter.group, enter.function)
-        self.layers = list(layers)  # a plain list: else state_dict would have them twice
-        for layer in layers:
-            layer.forward = partial(own_output, layer, layer.forward)
-        self.gather_again = gather_again
+        super().__init__()
+        self.enter, self.gather_again = enter, gather_again
+        # In a list, which registers nothing: else state_dict would have them twice
+        self.layers = [ProjectedLinear(layer) for layer in layers]
 
     def forward(self, x):
+        weights, biases = zip(*((layer.weight, layer.bias) for layer in self.layers))
         # Two cases take plain f: torch.compile, which orders a block's backward itself, and
         # zero_bubble.py, which replaces F.linear to put off the weights' gradients
         plain = torch.compiler.is_compiling() or has_torch_function((x,))
         if plain and not self.gather_again:
-            return super().forward(x)
+            return dict(zip(self.layers, linears(self.enter(x), weights, biases)))
         if torch.is_autocast_enabled(x.device.type):  # else F.linear casts, after this is sent
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        weights, biases = zip(*((layer.weight, layer.bias) for layer in self.layers))
-        kept = x.detach()
-        gathers = self.function is GatherTokens
-        if gathers and not self.gather_again:
-            kept = gather_tokens(kept, self.group)
-        x = SaveFirst.apply(x, kept, *weights)
-        if gathers:
-            options = kept, self.group, self.gather_again
-            outputs = GatherLinears.apply(x, *options, *weights, *biases)
-        else:
-            outputs = EnterLinears.apply(x, self.group, *weights, *biases)
-        return dict(zip(self.layers, outputs))
+        gathers = self.enter.function is GatherTokens
+        options = self.enter.group, gathers, self.gather_again
+        return dict(zip(self.layers, EnterLinears.apply(x, *options, *weights, *biases)))
 
 
-def own_output(layer, forward, x):
-    """A layer's forward behind EnterAndProject, which has computed the output, or has not."""
-    return x[layer] if isinstance(x, dict) else forward(x)
+class ProjectedLinear(nn.Module):
+    """Takes the place of a layer that EnterAndProject computes."""
 
+    def __init__(self, layer):
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
 
-class SaveFirst(torch.autograd.Function):
-    """Identity, which saves x and the weights for the function after it.
-
-    It would save them after its matmuls. But activation checkpointing stops its second forward as
-    soon as all is saved. So if a checkpointed region ends with these layers (train.py --recompute
-    selective), their matmuls don't run twice. Without checkpointing save in the function itself."""
-
-    @staticmethod
-    def forward(ctx, x, *saved):
-        ctx.save_for_backward(*saved)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, *[None] * (len(ctx.needs_input_grad) - 1)
+    def forward(self, outputs):
+        return outputs[self]
 
 
 class EnterLinears(torch.autograd.Function):
-    """Tensor parallelism's f and the layers. parameters: all weights, then all biases or Nones."""
+    """EnterLinear for several layers, and for both f. parameters: all weights, then all biases or
+    Nones. gathers: f is sequence parallelism's."""
 
     @staticmethod
-    def forward(ctx, x, group, *parameters):
-        ctx.group = group
-        ctx.saver = x.grad_fn  # SaveFirst's node: its saved_tensors are x and the weights
-        return linears(x, parameters)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *dys):
-        x, *weights = ctx.saver.saved_tensors
-        dx = gradient_of_input(dys, weights)
-        message = dist.all_reduce(dx, group=ctx.group, async_op=True)
-        of_parameters = gradients_of_parameters(dys, x, ctx.needs_input_grad[2:])
-        message.wait()
-        return dx, None, *of_parameters
-
-
-class GatherLinears(torch.autograd.Function):
-    """Sequence parallelism's f and the layers. kept: all tokens, or this rank's to gather again."""
-
-    @staticmethod
-    def forward(ctx, x, kept, group, gather_again, *parameters):
-        ctx.group, ctx.gather_again = group, gather_again
-        ctx.saver = x.grad_fn  # SaveFirst's node: its saved_tensors are `kept` and the weights
-        return linears(gather_tokens(kept, group) if gather_again else kept, parameters)
+    def forward(ctx, x, group, gathers, gather_again, *parameters):
+        ctx.group, ctx.gathers, ctx.gather_again = group, gathers, gather_again
+        full = gather_tokens(x, group) if gathers else x  # (B, T, C)
+        n = len(parameters) // 2
+        ctx.save_for_backward(x if gather_again else full, *parameters[:n])
+        return linears(full, parameters[:n], parameters[n:])
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *dys):
-        x, *weights = ctx.saver.saved_tensors
+        x, *weights = ctx.saved_tensors
         if ctx.gather_again:
-            finish_gather = start_gather(x, ctx.group)
+            finish_gather = gather_tokens(x, ctx.group, async_op=True)
         dx = gradient_of_input(dys, weights)
-        finish_sum = start_reduce_scatter(dx, ctx.group)
-        del dx  # (B, T, C): the message has a copy of its own
+        if ctx.gathers:
+            finish_sum = reduce_scatter_tokens(dx, ctx.group, async_op=True)
+            del dx  # (B, T, C): the message has a copy of its own
+        else:
+            message = dist.all_reduce(dx, group=ctx.group, async_op=True)
         if ctx.gather_again:
             x = finish_gather()
             del finish_gather  # it holds what it received, as large
         of_parameters = gradients_of_parameters(dys, x, ctx.needs_input_grad[4:])
-        return finish_sum(), None, None, None, *of_parameters
+        if ctx.gathers:
+            dx = finish_sum()
+        else:
+            message.wait()
+        return dx, None, None, None, *of_parameters
 
 
-def linears(x, parameters):
-    """x (B, T, C) -> (B, T, out / t) of each layer. parameters: all weights, then all biases."""
-    n = len(parameters) // 2
-    return tuple(F.linear(x, *pair) for pair in zip(parameters[:n], parameters[n:]))
+def linears(x, weights, biases):
+    """x (B, T, C) -> (B, T, out / t) of each layer."""
+    return tuple(F.linear(x, *pair) for pair in zip(weights, biases))
 
 
 def gradient_of_input(dys, weights):
@@ -216,18 +177,21 @@ def overlap(model, gather_again=False):
     """After parallelize_tensors or parallelize_sequence: replace each f that has linear layers
     behind it, in place, and return the model. A mixture's f has experts behind it, and stays."""
 
-    def project(module, *layers):
+    def project(module, *names):
+        layers = [getattr(module, name) for name in names]
         module.enter = EnterAndProject(module.enter, layers, gather_again)
+        for name, layer in zip(names, module.enter.layers):
+            setattr(module, name, layer)
 
     for block in model.blocks.values():
-        project(block.attn, block.attn.qkv)
+        project(block.attn, "qkv")
         mlp = block.mlp.shared if model.config.experts else block.mlp
         if mlp is not None and mlp.gate is not None:
-            project(mlp, mlp.gate, mlp.up)
+            project(mlp, "gate", "up")
         elif mlp is not None:
-            project(mlp, mlp.up)
+            project(mlp, "up")
     if model.head is not None:
-        project(model.head, model.head.out)
+        project(model.head, "out")
     return model
 
 

@@ -2,7 +2,6 @@
 
 import collections
 import functools
-import types
 
 import torch
 from torch.utils.checkpoint import (
@@ -33,7 +32,7 @@ def recompute(model, kind):
         model.run_block = run_half_again if kind == "half" else run_checkpointed
     for module in model.blocks.modules() if kind == "selective" else ():
         if isinstance(module, gpt.Block):
-            module.forward = types.MethodType(run_selectively, module)
+            module.forward = functools.partial(run_selectively, module)
         elif hasattr(module, "finish"):  # of an MLP or Experts: it has the activation function
             module.finish = functools.partial(run_checkpointed, module.finish)
 
@@ -45,24 +44,25 @@ def run_checkpointed(function, *inputs, **options):
 
 
 def run_selectively(block, x, batch):
-    """The forward of a block that runs norm + qkv again in backward, and norm + up. Backward needs
-    only the input of the product, so the second run stops before it. A norm before two products
-    (SwiGLU, a mixture) is kept, or the first would run twice."""
-
-    # x is an argument: a closure would see the next x when it runs again
-    def project(x):
-        return block.attn.qkv(block.attn.enter(block.attn_norm(x)))
-
-    def expand(x):
-        return block.mlp.up(block.mlp.enter(block.mlp_norm(x)))
-
-    qkv = run_checkpointed(project, x)
+    """The forward of a block that runs again, in backward, each norm before a single product."""
+    qkv = run_norm_again(block.attn_norm, block.attn.enter, block.attn.qkv, x)
     x = x + block.attn_drop(block.attn.attend(qkv, batch), batch.drop_key)
     if isinstance(block.mlp, gpt.MLP) and block.mlp.gate is None:
-        y = block.mlp.finish(run_checkpointed(expand, x))
+        y = block.mlp.finish(run_norm_again(block.mlp_norm, block.mlp.enter, block.mlp.up, x))
     else:
         y = block.mlp(block.mlp_norm(x), batch)
     return x + block.mlp_drop(y, batch.drop_key)
+
+
+def run_norm_again(norm, enter, layer, x):
+    """A linear layer saves its input before its product, and the second run ends there. But
+    tensor_overlap.py saves after it: there the second run gets the product from the first one."""
+    options = {}
+    if hasattr(enter, "gather_again") and not torch.compiler.is_compiling():
+        enter.gather_again = False  # the second run gathers
+        products = [aten.mm.default, aten.addmm.default]
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, products)
+    return run_checkpointed(lambda x: layer(enter(norm(x))), x, **options)
 
 
 def run_half_again(block, *inputs):
@@ -91,14 +91,13 @@ def is_added(block, args):
     def place(t):
         return t.untyped_storage()._cdata, t.storage_offset()
 
-    linear = [m for name, m in block.named_modules() if name.endswith(("proj", "down"))]
-    added = [place(module.weight) for module in linear]
+    modules = block.named_modules()
+    added = [place(m.weight) for name, m in modules if name.endswith(("proj", "down"))]
     return any(place(t) in added for t in args if isinstance(t, torch.Tensor))
 
 
 def compile_blocks(model):
-    """Have torch.compile fuse operations within each block. A mixture would compile anew each
-    step, because the shapes of its experts' rows change."""
+    """Have torch.compile fuse a block's operations. A mixture's shapes would change each step."""
     # Else each layer would compile anew, because the sites of its dropouts differ
     torch._dynamo.config.allow_unspec_int_on_nn_module = True
     for block in model.blocks.values():

@@ -168,8 +168,8 @@ class Layout(OneProcess):
 
         def cut(module, first, last, **options):
             layer = tp.ColumnParallelLinear(getattr(module, first), self.tp)
-            setattr(module, first, layer)
             project = tensor_overlap.EnterAndProject(enter(self.tp), [layer], **options)
+            setattr(module, first, *project.layers)
             module.norm = nn.Sequential(module.norm, project)
             setattr(module, last, tp.RowParallelLinear(getattr(module, last), self.tp))
             getattr(module, last).leave = leave(self.tp)
