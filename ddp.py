@@ -80,8 +80,7 @@ class Bucket:
 def group_parameters(parameters, bucket_bytes, kind_of):
     """Lists of at most bucket_bytes, one per bucket, from the last parameter to the first, as
     backward reaches them. A larger parameter has a list of its own. Parameters share a list only if
-    kind_of(p), such as dtype and group, is equal. The list that backward completes first is first.
-    """
+    kind_of(p), such as dtype and group, is equal. Backward completes the first list first."""
     position = {p: i for i, p in enumerate(reversed(list(parameters)))}
     lists, newest = [], {}  # newest: {kind: its last list}
     for p in position:

@@ -18,8 +18,7 @@ Use       Where the weights don't fit, and a micro-batch has thousands of tokens
           behind long matmuls only (docs/learn/fsdp.md).
 Limits    A unit runs once per forward, or it is an error. Ranks run the same units in one order, or
           they hang or gather the wrong weights.
-Copy      PlainFSDP alone, or with the top of zero.py all: FSDP is a ZeRO whose weights come and go.
-          composition.py has HSDP.
+Copy      PlainFSDP alone, or all with the top of zero.py. composition.py has HSDP.
 
     torchrun --nproc_per_node=4 fsdp.py                         python fsdp.py --keep-gathered
 
@@ -34,7 +33,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.utils._pytree import tree_leaves
 
-from zero import ShardedBucket, ZeRO, all_gather_into_tensor, await_weights, reduce_scatter_tensor
+from zero import MasterBucket, ZeRO, all_gather_into_tensor, await_weights, reduce_scatter_tensor
 
 # --- FSDP in its plainest form
 
@@ -104,19 +103,13 @@ class PlainFSDP:
         self.free()
 
 
-# --- FSDP in full: the next unit's weights arrive while one computes
-#
-# Beside ZeRO's stage 2 this is new: a unit's parameters are one bucket, whose weights come and go.
-# _before_forward   A unit begins: wait for its weights, and start to gather the next unit's.
-# _after_forward    It ends: hooks on its outputs see its backward begin. The next unit frees it.
-# _before_backward  The same in reverse order. First free the unit that is done.
-# update_weights    The end of step(). Nothing is sent: the next forward gathers the new weights.
+# --- FSDP in full: stage 2, but weights come and go. The next unit's arrive while one computes
 
 
 class Unit:
     """A module whose weights are gathered before it runs, forward or backward, and freed after. It
-    has a bucket for each kind of parameter (dtype, frozen or not). A tied matrix, of embedding and
-    head, has a bucket with two units. Its gradient is complete after the embedding's backward."""
+    has a bucket for each kind of parameter (dtype, frozen or not). That of a tied matrix, of
+    embedding and head, belongs to two units: the second one completes its gradient in backward."""
 
     def __init__(self, module):
         self.module, self.buckets = module, []
@@ -135,19 +128,26 @@ class Unit:
                 bucket.free()
 
 
-class UnitBucket(ShardedBucket):
+class UnitBucket(MasterBucket):
     """`weights` has memory while it has `users`, units that need it now.
 
     The host runs ahead of a GPU, but memory is taken and freed in the order of the compute stream:
     a gather waits for what is queued there, and free() makes the stream wait for the gather. So
     nothing can write memory that a matmul still reads."""
 
-    keeps_weights = False
-
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
         self.users = set()
         self.free()
+
+    def set_weights(self, full):
+        super().set_weights(full)
+        shard, self.shard = self.shard, self.shard.clone()  # it stays when the weights are freed
+        if self.master is shard:
+            self.master = self.shard
+
+    def start_update(self):
+        self.copy_master()  # the next forward gathers it
 
     def gather(self):
         self.weights.untyped_storage().resize_(self.weights.nbytes)
@@ -183,11 +183,10 @@ class FSDP(ZeRO):
         reshard=True,  # False: weights stay until backward. It sends a third less, holds all
         **options,  # of ZeRO and its buckets
     ):
-        self.reshard = reshard
-        self.unit_in_backward = None  # the one whose backward is running
+        self.reshard, self.unit_in_backward = reshard, None  # the unit whose backward is running
         self.held = ()  # the one that runs or ran last, and the one that is likely to be next
         self.units = self.make_units(model, units)
-        self.units_of = dict.fromkeys(model.parameters(), ())  # a tied matrix has two
+        self.units_of = dict.fromkeys(model.parameters(), ())
         for unit in self.units:
             for p in unit.module.parameters():
                 self.units_of[p] += (unit,)
@@ -211,8 +210,8 @@ class FSDP(ZeRO):
 
     def make_bucket(self, parameters, **options):
         units = self.units_of[parameters[0]]
-        kind = UnitBucket if units else ShardedBucket
-        bucket = super().make_bucket(parameters, bucket_class=kind, **options)
+        bucket_class = UnitBucket if units else MasterBucket
+        bucket = super().make_bucket(parameters, bucket_class, **options)
         bucket.units = units
         for unit in units:
             unit.buckets.append(bucket)
@@ -241,8 +240,7 @@ class FSDP(ZeRO):
             # Backward is in the reverse order of forward: the unit that ran before is done
             done = self.unit_in_backward
             done.release()
-            # Reduce it even without a gradient here: on another rank it may have got one. A tied
-            # matrix is complete after the first of its two units, the embedding
+            # Reduce it even without a gradient here: on another rank it may have got one
             self._reduce_ready(anyway=[b for b in done.buckets if b.units[0] is done])
         self.unit_in_backward = unit
         self._enter(unit, unit.previous)
@@ -308,8 +306,7 @@ def has_forward(module):
 def check_output(module, output, tensors):
     if torch.is_grad_enabled() and not tensors:
         found = f"{type(module).__name__} returned a {type(output).__name__}"
-        advice = "return tensors, or lists, tuples or dicts of them"
-        raise TypeError(f"{found}, in which FSDP finds no tensor to see backward begin: {advice}")
+        raise TypeError(f"{found}. FSDP finds no tensor in it: return tensors, or lists of them")
 
 
 def check_state_dict(*_):

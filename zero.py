@@ -52,8 +52,7 @@ class PlainZeRO:
             zero.step()
 
     With several micro-batches call step() after the last one's backward. For stage 2 call reduce()
-    after each of the others: between them only this rank's shard of the gradients stays. (While it
-    runs, all gradients are there twice. ZeRO's buckets, below, avoid that.)
+    after each of the others: between them only this rank's shard of the gradients stays.
 
     All ranks start with equal weights, of one dtype, on one device, none frozen. Don't call
     clip_grad_norm_: before step() it sees this rank's gradients, not their sum. The optimizer sees
@@ -105,17 +104,13 @@ class ShardedBucket:
 
     weights         (S,)    the model's parameters are views of it
     shard           (S/N,)  this rank's shard of the weights
-    master          (S/N,)  what the optimizer steps on: the shard itself. In mixed precision, or
-                            in the host's memory (offload), a copy of it
+    master          (S/N,)  what the optimizer steps on: the shard, or a copy of it (MasterBucket)
     pieces                  the master, cut at the parameters' borders; some are empty. So the
                             optimizer can treat matrices and vectors apart
     gradients       (S,)    of this rank; stage 2 frees it after each reduction
-    gradient_shard  (S/N,)  this rank's shard of their sum over all ranks
-    passes_left             backward passes of this step that still bring gradients
-    missing                 indices of parameters without a gradient in the running pass"""
+    gradient_shard  (S/N,)  this rank's shard of their sum over all ranks"""
 
-    keeps_weights = True  # fsdp.py frees them
-    waits_in_forward = False  # for new weights: see wait_in_forward
+    reduce_dtype = None  # of gradients; None: that of the weights
 
     def __init__(
         self,
@@ -125,35 +120,57 @@ class ShardedBucket:
         passes,  # the backward passes of a step
         value=lambda p: p,  # gives p's initial value, on the device to use
         reduce_each=True,  # False: stage 2 reduces as stage 1. It sends less, holds all gradients
-        param_dtype=None,  # of weights and backward; None: the dtype that `value` gives, masters'
-        reduce_dtype=None,  # in which gradients are summed; None: param_dtype
-        offload=False,  # masters, and so the optimizer's states, are in the host's memory
     ):
         self.group, self.stage = group, stage
-        self.ranks = dist.get_world_size(group) if stage > 0 else 1
+        rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        if stage == 0:  # one shard, the whole
+            rank, self.ranks = 0, 1
         self.trainable = parameters[0].requires_grad
-        self.passes = self.passes_left = passes
         self.reduce_each = reduce_each and stage >= 2  # else in the last pass only
-        self.missing = set(range(len(parameters)))
+        self.passes = self.passes_left = passes
+        self.grads_left = len(parameters)  # that the running pass has yet to bring
         self.gathering = None  # the all-gather of new weights that is on its way
         # Where the parameters are in the flat tensor, and where the shard is
         ends = list(accumulate(p.numel() for p in parameters))
         self.slices = [slice(end - p.numel(), end) for p, end in zip(parameters, ends)]
         length = max(-(-ends[-1] // self.ranks), 1)  # rounded up; gloo refuses empty messages
-        rank = dist.get_rank(group) if stage > 0 else 0
         self.own_slice = slice(rank * length, (rank + 1) * length)
         # A bucket at a time: no rank needs memory for all weights (fsdp.py, from the meta device)
         values = [value(p).detach().flatten() for p in parameters]
         padding = values[0].new_zeros(self.ranks * length - ends[-1])
-        full = torch.cat([*values, padding])
-        self.make_weights(full, param_dtype or full.dtype, reduce_dtype, offload)
-        self.make_views(parameters)
+        self.set_weights(torch.cat([*values, padding]))
+        self.make_parameters(parameters)
         self.gradients = self.gradient_shard = None
         if self.trainable and stage < 2:
             self.allocate_gradients()
             self.gradient_shard = self.gradients[self.own_slice]
         elif self.trainable:
             self.gradient_shard = torch.zeros_like(self.shard, dtype=self.reduce_dtype)
+
+    def set_weights(self, full):
+        self.weights = full
+        self.shard = self.master = full[self.own_slice]
+
+    def make_parameters(self, parameters):
+        self.parameters, self.pieces = [], []
+        for i, p in enumerate(parameters):
+            # New, as p may be on the meta device. By .data it has its own version counter: autograd
+            # must not take a gather for a change of the weights that it saved
+            view = nn.Parameter(self.weights[self.slices[i]].data.view(p.shape), self.trainable)
+            view.__dict__.update(p.__dict__, stepped_on_in_pieces=True)  # diloco.py asks for this
+            self.parameters.append(view)
+            piece = self.part_of(i, self.master)
+            if p.dim() > 1:
+                piece = piece.unsqueeze(0)  # 2-D, so that weight decay still sees a matrix
+            self.pieces.append(nn.Parameter(piece, self.trainable))
+
+    def part_of(self, i, shard):
+        """What a tensor like `shard` has of parameter i: all, a part or nothing."""
+        start = self.slices[i].start - self.own_slice.start
+        stop = self.slices[i].stop - self.own_slice.start
+        return shard[max(start, 0) : max(stop, 0)]
+
+    # --- a step: gradients in, new weights out
 
     def allocate_gradients(self):
         if self.gradients is None:
@@ -166,12 +183,11 @@ class ShardedBucket:
 
     def add(self, i, gradient):
         self.allocate_gradients()
-        self.view(i, self.gradients).add_(gradient)
-        self.missing.discard(i)
+        self.gradients[self.slices[i]].add_(gradient.flatten())
+        self.grads_left -= 1
 
     def start_reduction(self):
-        """Start to sum the gradients over the ranks: whole in stage 0, else a shard on each, in its
-        place. Returns a function that waits for the sum."""
+        """Start to sum the gradients over the ranks. Returns a function that waits for the sum."""
         self.allocate_gradients()  # if no parameter of it got a gradient
         if dist.get_world_size(self.group) == 1:
             return lambda: None
@@ -186,65 +202,22 @@ class ShardedBucket:
             self.gradients = None
 
     def give_gradients(self):
-        """To the pieces: views of gradient_shard, or of its copy where the master is."""
-        gradient = self.gradient_shard.to(self.master, non_blocking=True)
+        """To the pieces, for the optimizer."""
+        gradient = self.gradient_shard.to(self.master, non_blocking=True)  # itself, or a copy
         for i, piece in enumerate(self.pieces):
             piece.grad = self.part_of(i, gradient).view(piece.shape)
 
     def start_update(self):
-        """The master has new values: start to bring them to all ranks."""
-        if self.master is not self.shard:
-            self.shard.copy_(self.master.to(self.shard.device, non_blocking=True))
-        if self.keeps_weights and self.ranks > 1:
+        """The shard has new values: start to bring them to all ranks."""
+        if self.ranks > 1:
             self.start_gather()
 
     def start_gather(self):
-        """All ranks' shards into `weights`. This rank's stays in its place."""
-        options = {"group": self.group, "async_op": True}
-        self.gathering = all_gather_into_tensor(self.weights, self.shard, **options)
-
-    # --- how it is made, and parts of its tensors
-
-    def make_weights(self, full, param_dtype, reduce_dtype, offload):  # full: (S,)
-        self.weights = full.to(param_dtype)
-        self.reduce_dtype = reduce_dtype or param_dtype
-        self.shard = self.weights[self.own_slice]
-        if not self.keeps_weights:
-            self.shard = self.shard.clone()
-        self.master = self.shard
-        if self.trainable and (offload or full.dtype != param_dtype):
-            device = "cpu" if offload else full.device
-            self.master = full[self.own_slice].to(device, copy=True)
-        if self.master.device != self.shard.device:  # not if there is no GPU
-            self.master = self.master.pin_memory()  # so that the host need not wait for copies
-
-    def make_views(self, parameters):
-        self.parameters, self.pieces = [], []
-        for i, p in enumerate(parameters):
-            # New, as p may be on the meta device. By .data it has its own version counter: autograd
-            # must not take a gather for a change of the weights that it saved
-            view = nn.Parameter(self.weights[self.slices[i]].data.view(p.shape), self.trainable)
-            view.__dict__.update(p.__dict__, stepped_on_in_pieces=True)  # diloco.py asks for this
-            self.parameters.append(view)
-            piece = self.part_of(i, self.master)
-            if p.dim() > 1:
-                piece = piece.unsqueeze(0)  # 2-D, so that weight decay still sees a matrix
-            self.pieces.append(nn.Parameter(piece, self.trainable))
-
-    def view(self, i, flat):
-        """Parameter i's part of a tensor like `weights`."""
-        return flat[self.slices[i]].view(self.parameters[i].shape)
-
-    def part_of(self, i, shard):
-        """What a tensor like `shard` has of parameter i: all, a part or nothing."""
-        start = self.slices[i].start - self.own_slice.start
-        stop = self.slices[i].stop - self.own_slice.start
-        return shard[max(start, 0) : max(stop, 0)]
+        self.gathering = all_gather_into_tensor(self.weights, self.shard, self.group, async_op=True)
 
 
 def async_reduce_scatter(shard, full, group):
-    """Start to sum `full` over the ranks, on each only its shard, which may be a part of `full`.
-    Returns a function that waits."""
+    """Start to sum `full` over the ranks, on each only its shard. Returns a function that waits."""
     if dist.get_backend(group) != "gloo":
         return reduce_scatter_tensor(shard, full, group=group, async_op=True).wait
     # gloo's own sends twice as much: send each rank its shard, and add up what arrives
@@ -286,22 +259,21 @@ class ZeRO:
         make_optimizer,  # called with a list of this rank's pieces; must work element by element
         microbatches=1,  # the backward passes of a step
         bucket_bytes=25 << 20,  # of the largest bucket; a larger parameter has one of its own
-        **options,  # dtypes, offload and more: see ShardedBucket
+        **options,  # of ShardedBucket and MasterBucket
     ):
         self.model, self.group, self.stage, self.microbatches = model, group, stage, microbatches
         self.queue = []  # buckets that the running backward pass has yet to reduce, in this order
         self.reductions = []  # (bucket, wait): reductions on their way
-        # Of the gradients: "arriving" in a backward pass, then "local"; "summed" after finish(),
-        # "zero" after zero_grad(). These three are for check_zero_call, mostly
+        # Of the gradients: "zero", "arriving" in a backward pass, "local", "summed" by finish()
         self.state = "summed"
-        # 1  The parameters are dealt out to buckets, and get new ones, which are views of these.
-        #    (Not by p.data, because p may be on the meta device)
+        # 1  The parameters are dealt out to buckets, and get new ones, which are views of these
         self.buckets = []
         replacement = {}
         for parameters in group_parameters(model.parameters(), bucket_bytes, self.kind_of):
             bucket = self.make_bucket(parameters, **options)
             self.buckets.append(bucket)
             replacement.update(zip(parameters, bucket.parameters))
+        self.awaited = self.buckets  # step() waits for their new weights, but see wait_in_forward
         # 2  The optimizer steps on this rank's pieces of parameters. Hooks take the gradients
         self.trained_buckets = [bucket for bucket in self.buckets if bucket.trainable]
         pieces = []
@@ -317,13 +289,7 @@ class ZeRO:
                 setattr(module, name, replacement[p])
             module.register_load_state_dict_pre_hook(lambda *_: check_load_state_dict(self))
 
-    # --- a step
-    #
-    # zero_grad()  All gradients are 0.
-    # backward     _arrived moves each gradient to its bucket. Full buckets are reduced: in stage 2
-    #              in each backward pass, in stages 0 and 1 in the last one of the step.
-    # finish()     Waits for the reductions.
-    # step()       Steps on this rank's shards, and all-gathers the new weights.
+    # --- a step: zero_grad(), backward passes, finish(), step()
 
     def zero_grad(self):
         check_zero_parameters(self)
@@ -369,32 +335,25 @@ class ZeRO:
         self.finish()
         for bucket in self.trained_buckets:
             bucket.give_gradients()
-        if any(b.master.device != b.shard.device for b in self.trained_buckets):
-            torch.cuda.synchronize()  # gradients have arrived, the last step's weights have left
-        # Only after wait_in_forward: the last step's gathers may still read the shards
-        await_weights(self.buckets)
+        await_copies(self.trained_buckets)  # with offload
         self.optimizer.step()  # once for all buckets: some optimizers count their steps
-        self.optimizer.zero_grad()  # frees copies; gradient_shard keeps the gradients
+        self.optimizer.zero_grad()  # gradient_shard keeps the gradients
         self.update_weights(self.trained_buckets)
 
     def update_weights(self, buckets=None):
         """The masters have new values, from a step or a checkpoint: bring them to all ranks."""
         for bucket in reversed(buckets or self.buckets):  # forward needs the last bucket first
             bucket.start_update()
-        await_weights(b for b in self.buckets if not b.waits_in_forward)
-
-    # --- the queue of a backward pass
-    #
-    # The buckets that the pass fills. Ranks must reduce them in one order: swapped ones would add
-    # up the wrong buckets, silently. So a bucket that is full early waits for those before it, and
-    # for a parameter without a gradient until backward ends.
+        await_weights(self.awaited)
 
     def _reduce_ready(self, anyway=()):
         """Start to reduce the queue's next buckets, as long as they are full or in `anyway`."""
-        while self.queue and (not self.queue[0].missing or self.queue[0] in anyway):
+        # All ranks start them in one order, or they would add up the wrong buckets, silently. So a
+        # bucket that is full early waits for those before it
+        while self.queue and (self.queue[0].grads_left == 0 or self.queue[0] in anyway):
             bucket = self.queue.pop(0)
             bucket.passes_left -= 1
-            bucket.missing = set(range(len(bucket.parameters)))  # for the next pass
+            bucket.grads_left = len(bucket.parameters)  # for the next pass
             if bucket.reduce_each or bucket.passes_left == 0:
                 self.reductions.append((bucket, bucket.start_reduction()))
             if self.stage >= 2:
@@ -430,16 +389,16 @@ class ZeRO:
     @torch.no_grad()
     def gather_full(self, named):
         """For (name, parameter) pairs, as of model.named_parameters(): (name, unsplit copy in the
-        masters' dtype). After finish() its .grad is the whole gradient. Every rank must call it."""
+        masters' dtype). After finish() its .grad is the whole gradient. All ranks call it."""
         copies = {}
         for bucket in self.buckets:
             weights = gather_shards(bucket, bucket.master)
             gradients = gather_shards(bucket, bucket.gradient_shard) if bucket.trainable else None
-            for i, p in enumerate(bucket.parameters):
-                copies[p] = copy = nn.Parameter(bucket.view(i, weights).clone())
+            for p, place in zip(bucket.parameters, bucket.slices):
+                copies[p] = copy = nn.Parameter(weights[place].view(p.shape).clone())
                 copy.__dict__.update(p.__dict__)  # placement, and other attributes
                 if bucket.trainable:
-                    copy.grad = bucket.view(i, gradients).to(copy, copy=True)
+                    copy.grad = gradients[place].view(p.shape).to(copy, copy=True)
         return [(name, copies[p]) for name, p in named]
 
     @property
@@ -453,9 +412,9 @@ class ZeRO:
     def kind_of(self, p):  # equal for all parameters of a bucket
         return p.requires_grad, p.dtype, p.device
 
-    def make_bucket(self, parameters, bucket_class=ShardedBucket, **options):
+    def make_bucket(self, parameters, bucket_class=None, **options):
         options = dict(group=self.group, passes=self.microbatches) | options
-        return bucket_class(parameters, stage=self.stage, **options)
+        return (bucket_class or MasterBucket)(parameters, stage=self.stage, **options)
 
     def buckets_of_pass(self):  # those that a backward pass fills
         return [bucket for bucket in self.trained_buckets if bucket.passes_left > 0]
@@ -483,8 +442,7 @@ def gather_shards(bucket, shard):
 def group_parameters(parameters, bucket_bytes, kind_of):
     """Lists of at most bucket_bytes, one per bucket, from the last parameter to the first, as
     backward reaches them. A larger parameter has a list of its own. Parameters share a list only if
-    kind_of(p), such as dtype and group, is equal. The list that backward completes first is first.
-    """
+    kind_of(p), such as dtype and group, is equal. Backward completes the first list first."""
     position = {p: i for i, p in enumerate(reversed(list(parameters)))}
     lists, newest = [], {}  # newest: {kind: its last list}
     for p in position:
@@ -498,7 +456,44 @@ def group_parameters(parameters, bucket_bytes, kind_of):
     return sorted(lists, key=lambda members: position[members[-1]])
 
 
-# --- new weights that arrive during the next forward
+# --- mixed precision, and offload to the host's memory: the optimizer steps on a copy of the shard
+
+
+class MasterBucket(ShardedBucket):
+    """Its master may have more bits than its weights, or be in the host's memory.
+
+    param_dtype     of weights and backward; None: the dtype that `value` gives, the masters'
+    reduce_dtype    in which gradients are summed; None: param_dtype
+    offload         masters, and so the optimizer's states, are in the host's memory"""
+
+    def __init__(self, *args, param_dtype=None, reduce_dtype=None, offload=False, **options):
+        self.param_dtype, self.reduce_dtype, self.offload = param_dtype, reduce_dtype, offload
+        super().__init__(*args, **options)
+
+    def set_weights(self, full):
+        super().set_weights(full.to(self.param_dtype or full.dtype))
+        if self.trainable and (self.offload or self.weights.dtype != full.dtype):
+            device = "cpu" if self.offload else full.device
+            self.master = full[self.own_slice].to(device, copy=True)
+        if self.master.device != self.shard.device:  # not if there is no GPU
+            self.master = self.master.pin_memory()  # so that the host need not wait for copies
+
+    def start_update(self):
+        self.copy_master()
+        super().start_update()
+
+    def copy_master(self):
+        if self.master is not self.shard:
+            self.shard.copy_(self.master.to(self.shard.device, non_blocking=True))
+
+
+def await_copies(buckets):
+    """Wait until gradients are on the host, and the last step's weights have left it."""
+    if any(bucket.master.device != bucket.shard.device for bucket in buckets):
+        torch.cuda.synchronize()
+
+
+# --- overlap of the all-gathers with the next forward
 
 
 def wait_in_forward(zero, modules):
@@ -506,15 +501,21 @@ def wait_in_forward(zero, modules):
     as those of fsdp.default_units(model), waits for its own when its forward begins. Before that
     nobody else may read these weights, or write the masters."""
     waiting = {p for module in modules for p in module.parameters()}
-    for bucket in zero.buckets:
-        # A weight outside of the modules is read without a wait: step() waits for its bucket
-        bucket.waits_in_forward = waiting.issuperset(bucket.parameters)
+    # A weight outside of the modules is read without a wait: step() waits for its bucket
+    zero.awaited = [b for b in zero.buckets if not waiting.issuperset(b.parameters)]
     for module in modules:
         parameters = set(module.parameters())
         used = [b for b in zero.buckets if not parameters.isdisjoint(b.parameters)]
         module.register_forward_pre_hook(lambda *_, used=used: await_weights(used))
+
+    def await_all(*_):
+        await_weights(zero.buckets)
+
+    # What else reads or writes weights
+    zero.optimizer.register_step_pre_hook(await_all)
     for module in zero.model.modules():
-        module.register_state_dict_pre_hook(lambda *_: await_weights(zero.buckets))
+        module.register_state_dict_pre_hook(await_all)
+        module.register_load_state_dict_pre_hook(await_all)
 
 
 # --- mistakes that would be silent: refused
@@ -534,11 +535,9 @@ def check_zero_arguments(zero):
 
 def check_zero_call(zero, call):
     if zero.state == "arriving":
-        advice = "end the run on all ranks, and resume from a checkpoint"
-        raise RuntimeError(f"an exception ended a backward pass, and others may wait: {advice}")
+        raise RuntimeError("an exception ended a backward pass: end the run, other ranks may wait")
     if call == "step" and zero.state == "zero":
-        advice = "a rank that ran no backward pass calls finish() before"
-        raise RuntimeError(f"step() after zero_grad(): all gradients are zero; {advice}")
+        raise RuntimeError("all gradients are zero: without backward call finish() before step()")
     if call == "zero_grad" and zero.state == "local":
         raise RuntimeError("there was no finish(): call it before zero_grad(), on all ranks")
 
@@ -547,15 +546,13 @@ def check_zero_parameters(zero):
     storages = {bucket.weights.untyped_storage()._cdata for bucket in zero.buckets}
     for name, p in zero.model.named_parameters():
         if p.untyped_storage()._cdata not in storages:
-            advice = "convert, move and tie it before ZeRO(model, ...), and make one ZeRO per model"
-            raise RuntimeError(
-                f"parameter {name!r} is no longer the one that ZeRO put there: {advice}"
-            )
+            advice = "convert, move and tie it before ZeRO(...), and make one ZeRO per model"
+            raise RuntimeError(f"{name!r} is no longer the one that ZeRO put there: {advice}")
 
 
 def check_load_state_dict(zero):
-    await_weights(zero.buckets)  # a gather on its way would overwrite what is loaded
-    if any(b.master is not b.shard or not b.keeps_weights for b in zero.buckets):
+    # The default's masters are views of the weights
+    if any(bucket.master._base is not bucket.weights for bucket in zero.buckets):
         advice = "load before ZeRO(...), or fill the masters and call update_weights()"
         raise RuntimeError(f"load_state_dict() would not change the masters of ZeRO: {advice}")
 
@@ -563,10 +560,9 @@ def check_load_state_dict(zero):
 def check_zero_gradient(zero, bucket):
     if bucket not in zero.queue:
         raise RuntimeError(
-            "a gradient came after its bucket was reduced: more backward passes than"
-            f" microbatches={zero.microbatches}, or no zero_grad()? In FSDP: a unit ran twice in a"
-            " forward, with others in between. In a pipeline take composition.ZeROInPipeline(...,"
-            " pipeline_stages={stage: module}) and Pipeline(..., around=zero.around)"
+            f"a gradient came late: more backward passes than microbatches={zero.microbatches}, or"
+            " no zero_grad()? FSDP: a unit that ran twice in a forward? In a pipeline take"
+            " ZeROInPipeline(..., pipeline_stages={stage: module}), Pipeline(around=zero.around)"
         )
 
 
@@ -606,7 +602,6 @@ def demo(run):
         return fsdp.demo(run)
     group, hsdp = zero_flags.make_groups(run)
     model = run.meta_model()  # ZeRO fills it with weights, a bucket at a time
-    # value: draws p's initial weights. bucket_bytes, dtypes, offload: see ShardedBucket
     options = zero_flags.options(run, model, args.stage)
     options["make_optimizer"] = functools.partial(harness.make_optimizer, args=args)
     options["microbatches"] = args.microbatches

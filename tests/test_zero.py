@@ -104,7 +104,7 @@ def test_equals_pytorch(ranks):
         two = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         one_waits = zero.ZeRO(two, dist.group.WORLD, 1, torch.optim.SGD)
         zero.wait_in_forward(one_waits, two[:1])
-        assert not any(bucket.waits_in_forward for bucket in one_waits.buckets)
+        assert one_waits.awaited == one_waits.buckets
 
     ranks(2, work)
 
