@@ -21,9 +21,10 @@ if routing is even: 4 r k n C e bytes per layer and micro-batch, and 8 r E bytes
 Once a step: 2 r P e, to all-reduce the P other parameters.
 
 Backward: each row's gradient goes back the way the row came. An expert sees all rows that chose it,
-so its gradient needs no all-reduce. Each rank divides its loss by the number of tokens of all.
-Limits: experts of hidden width H that are whole on every rank send 4 r E H C e a step in place of
-the rows. That is less if a rank has more than E H / k tokens a step (docs/learn/experts.md).
+so its gradient needs no all-reduce. A rank divides its loss by the number of all ranks' tokens.
+When not: with all experts on every rank data parallelism sends 4 r E H C e a step and layer for
+them (two matrices of hidden width H), and no rows. That is less if a rank has more than E H / k
+tokens a step (docs/learn/experts.md).
 
     torchrun --nproc_per_node=4 expert_parallel.py      python expert_parallel.py --experts 5
 
@@ -46,7 +47,7 @@ def plain_dispatch(x, router_weights, chosen, experts, expert_count, group):
     number: experts(rows, rows_per_expert) computes those of this rank. rows (m, C) come sorted by
     expert, and the results (m, C) keep that order."""
     world = dist.get_world_size(group)
-    if torch.is_grad_enabled() and not x.requires_grad:
+    if torch.is_grad_enabled() and not x.requires_grad:  # x comes from frozen layers
         x = x.detach().requires_grad_()  # else this rank would not join the all-to-alls of backward
     # Sort by expert, and so by rank. Each token makes k rows: choice i is of token i // k
     order = chosen.flatten().argsort(stable=True)  # (n k,)
@@ -116,11 +117,11 @@ def experts_of_ranks(expert_count, world):
 def shard_experts(parameter, group, data_group=None):
     """Cut a parameter (E, ...) to this rank's experts. Returns a new parameter: put it in the old
     one's place, and then make the optimizer. Its `placement` tells sums, norms and checkpoints
-    which part it is: {"cuts": {0: (group, 2, 2)}} is two of dimension 0 from 2 on, the experts 2
-    and 3. Of experts that are modules write it yourself: docs/use/two-techniques.md.
+    which part it is, by dimension: {"cuts": {0: (group, 4, 2)}} is two experts from number 4 on. Of
+    experts that are modules write it yourself: docs/use/two-techniques.md.
 
     data_group: the ranks that hold the same experts, if data parallelism has more ranks than
-    `group`. Their gradients must be summed over it."""
+    `group`. Their gradients must be summed over it. ("data" tells DDP and ZeRO, too.)"""
     group = group or dist.group.WORLD
     rank = dist.get_rank(group)
     sizes = experts_of_ranks(len(parameter), dist.get_world_size(group))
@@ -141,7 +142,8 @@ def groups_splitting(parameter):
 
 def sum_replicated_gradients(parameters, group):
     """Sum the gradients of all parameters that are not split over the group, in one all-reduce.
-    Call it once a step, after the last backward pass; then with the data_group, if there is one."""
+    Call it once a step, after the last backward pass; then with the data_group, if there is one:
+    over that experts are replicated, too."""
     group = group or dist.group.WORLD
     replicated = [p for p in parameters if p.requires_grad and group not in groups_splitting(p)]
     if not replicated:
@@ -176,9 +178,9 @@ def sum_replicated_gradients(parameters, group):
 #         loss.backward()
 #     sum_replicated_gradients(model.parameters(), group)  # then step
 #
-# Faster, and for any E: dispatch = ExpertDispatch(E, group), then y = dispatch(x, weights, chosen,
-# mlps). A norm to clip by must count all ranks' experts: composition.py's norm_in_grid does.
-# docs/fix/not-checked.md lists the mistakes that nothing catches.
+# Faster, and for an E that N does not divide, as in the demo: dispatch = ExpertDispatch(E, group),
+# then y = dispatch(x, weights, chosen, mlps). A norm to clip by must count all ranks' experts:
+# composition.py's norm_in_grid does. docs/fix/not-checked.md lists mistakes that nothing catches.
 
 # --- the all-to-all in two halves: computation fits in between
 
@@ -254,8 +256,8 @@ class ExpertDispatch(nn.Module):
     before_wait   called before each wait: dualpipe.py runs another micro-batch there
 
     All ranks must run as many forwards and backwards, with the same numbers of experts and chunks:
-    otherwise they wait for ever. A rank without tokens gives x (0, C), and one that gets no rows
-    returns results of the usual dtype."""
+    otherwise they wait for ever. A rank without tokens gives x (0, C). Experts that get no rows
+    return an empty result of the usual dtype."""
 
     def __init__(self, expert_count, group, capacity=None, chunks=1, before_wait=lambda: None):
         super().__init__()
@@ -289,9 +291,9 @@ class ExpertDispatch(nn.Module):
         from each rank for each expert here, (N, local_experts)."""
         sizes = self.experts_per_rank
         world, local_experts = len(sizes), sizes[dist.get_rank(self.group)]
-        # A dropped choice has the number E. If none can be dropped, torch refuses E: out of bounds
-        numbers = self.expert_count if self.capacity is None else self.expert_count + 1
-        outgoing = choices[0].new_zeros(numbers, len(choices))
+        # A dropped choice has the number E. If none can be dropped, a chosen E is out of bounds
+        slots = self.expert_count if self.capacity is None else self.expert_count + 1
+        outgoing = choices[0].new_zeros(slots, len(choices))
         for i, chosen in enumerate(choices):  # not bincount, for which the host would wait
             outgoing[:, i].scatter_add_(0, chosen, torch.ones_like(chosen))
         outgoing = outgoing[: self.expert_count]  # (E, chunks): a rank gets those of its experts
@@ -355,22 +357,23 @@ def check_sum(parameter, group):
         if len(ranks.intersection(dist.get_process_group_ranks(other))) > 1:
             advice = "sum over the group that they are split over, then over data_group"
             raise ValueError(f"ranks of this group hold different experts: {advice}")
-    refuse_second_sum(parameter, group.group_name)
+    refuse_summed(parameter, group.group_name)
     gradient = parameter.grad
-    versions = dict.fromkeys(["any group", group.group_name], gradient._version)
+    # The sum will leave this version as it is. None: of the last sum, over whatever group
+    versions = {None: gradient._version, group.group_name: gradient._version}
     gradient.versions_summed = getattr(gradient, "versions_summed", {}) | versions
     if not hasattr(parameter, "watched_for_sums"):
         # The hook runs before backward adds to the gradient
-        parameter.register_hook(lambda _: refuse_second_sum(parameter, "any group"))
+        parameter.register_hook(lambda _: refuse_summed(parameter, None))
         parameter.watched_for_sums = True
 
 
-def refuse_second_sum(parameter, group_name):
+def refuse_summed(parameter, group_name):
     """torch raises a tensor's _version with every change in place (zeroing, clipping): an equal one
     says that nothing has happened since the sum."""
     version = getattr(parameter.grad, "versions_summed", {}).get(group_name)
     unchanged = version is not None and version == parameter.grad._version
-    # any(): under a dispatch mode torch zeroes lists of tensors without a new _version
+    # any(): under a FLOP counter zero_grad() leaves _version as it is
     if unchanged and parameter.grad.any():
         raise RuntimeError(
             "this gradient is summed over the ranks already: sum once a step, after the last "

@@ -184,6 +184,7 @@ class FSDP(ZeRO):
         **options,  # of ZeRO and its buckets
     ):
         self.reshard, self.unit_in_backward = reshard, None  # the unit whose backward is running
+        self.done = set()  # units whose backward is over, in this pass
         self.held = ()  # the one that runs or ran last, and the one that is likely to be next
         self.units = self.make_units(model, units)
         self.units_of = dict.fromkeys(model.parameters(), ())
@@ -238,10 +239,11 @@ class FSDP(ZeRO):
             torch.autograd.Variable._execution_engine.queue_callback(self.release_all)
         else:
             # Backward is in the reverse order of forward: the unit that ran before is done
-            done = self.unit_in_backward
-            done.release()
-            # Reduce it even without a gradient here: on another rank it may have got one
-            self._reduce_ready(anyway=[b for b in done.buckets if b.units[0] is done])
+            self.unit_in_backward.release()
+            self.done.add(self.unit_in_backward)
+            # Reduce what is done even without a gradient here: on another rank it may have got one
+            done = [b for b in self.queue if b.units and self.done.issuperset(b.units)]
+            self._reduce_ready(anyway=done)
         self.unit_in_backward = unit
         self._enter(unit, unit.previous)
 
@@ -263,6 +265,7 @@ class FSDP(ZeRO):
         for unit in self.running_units():
             unit.release()
         self.held, self.unit_in_backward = (), None
+        self.done.clear()
 
     def running_units(self):  # composition.py: those of one pipeline stage
         return self.units

@@ -49,7 +49,7 @@ def cut(layers, stages):
 
 
 def gpipe_row(rank, ranks, microbatches):
-    """A rank's line of the picture: "F" for a forward, "B" for a backward. First all forwards."""
+    """A rank's line of such a picture: "F" a forward, "B" a backward. First all forwards."""
     return "F" * microbatches + "B" * microbatches
 
 
@@ -66,6 +66,7 @@ def plain_pipeline(stage, row, inputs, targets, loss_fn, like, down, up):
     rank r of p, with m micro-batches:
 
         down, up = dist.new_group(), dist.new_group()    # of activations, and of their gradients
+        # A matrix that embedding and head share is two now. Sum their gradients: reduce_tied
         stage, row = cut([embedding, *blocks, head], p)[r], one_f_one_b_row(r, p, m)
         optimizer = torch.optim.SGD(stage.parameters())
 
@@ -74,7 +75,7 @@ def plain_pipeline(stage, row, inputs, targets, loss_fn, like, down, up):
             return F.cross_entropy(y.mT, target, reduction="sum") / target_count
 
         like = torch.empty(b, T, C)    # shape, dtype and device of what stages send each other
-        for inputs, targets, target_count in batches:    # lists, of a tensor per micro-batch
+        for inputs, targets, target_count in batches:    # lists of m tensors, on all ranks
             optimizer.zero_grad()
             losses = plain_pipeline(stage, row, inputs, targets, loss_fn, like, down, up)
             optimizer.step()
@@ -108,7 +109,7 @@ def plain_pipeline(stage, row, inputs, targets, loss_fn, like, down, up):
             y.backward(gradient)
             if rank > 0:
                 if gradient_send:
-                    gradient_send.wait()  # it holds the gradient before: else all would stay
+                    gradient_send.wait()  # a handle may not be dropped before its message has left
                 gradient_send = dist.isend(x.grad.contiguous(), group=up, group_dst=rank - 1)
     if gradient_send:
         gradient_send.wait()
@@ -152,9 +153,10 @@ class Pipeline:
 
     target_count: the number of targets of the whole batch, all micro-batches and all data-parallel
     ranks. (b, T, C) and dtype: of the activations between stages, the same for all micro-batches.
-    links, for one pipeline of several: open_links(make_links(ranks), schedule, device). around, for
-    ZeRO: a context manager, entered as around(action) while an action computes. After an exception
-    make a new Pipeline: messages may be on their way."""
+    links: its four groups. With a pipeline in each data-parallel replica they are
+    open_links(make_links(ranks), schedule, device), below. around: a context manager, entered as
+    around(action) while an action computes: for ZeRO, or to count. After an exception make a new
+    Pipeline: messages may be on their way."""
 
     def __init__(
         self, schedule, forward, shape, dtype, device, links=None, around=contextlib.nullcontext
@@ -352,8 +354,9 @@ class Schedule:
 
 
 def plan_receives(schedule):
-    """{action: the messages whose receives a rank posts before it}. A receive stands before the
-    first action that its rank has not begun when the message is sent, if all take equally long:
+    """{action: the messages whose receives a rank posts before it}. All ranks act in rounds. A
+    message to an earlier rank is received before the action that this rank does in the same round,
+    so it travels meanwhile; one to a later rank after it.
 
         1F1B on rank 1 of 3. <F1 posts the receive of F1's input, <B1 that of B1's gradient
         <F0 F0 <F1 F1 <F2 <B0 B0 <B1 F2 B1 <F3 <B2 F3 B2 <F4 <B3 F4 B3 <B4 B4
@@ -366,7 +369,7 @@ def plan_receives(schedule):
     rows = [collections.deque(schedule.steps(rank)) for rank in range(len(schedule.rows))]
     sent = {None}  # None: the message of an action that waits for nothing
     while any(rows):
-        # A round: each rank whose message was sent in an earlier one runs an action, the last first
+        # A round: each rank whose message was sent in an earlier one runs a step, the last first
         ready = [row for row in rows if row and sent.issuperset(map(schedule.incoming, row[0]))]
         if not ready:
             raise ValueError("each rank waits for another one")
@@ -374,8 +377,8 @@ def plan_receives(schedule):
             for message in map(schedule.outgoing, row.popleft()):
                 sent.add(message)
                 if message is not None and message.source != message.target:
-                    next_action = rows[message.target][0][0]
-                    plan[next_action].append(message)
+                    next_step = rows[message.target][0]  # what the receiver has not begun
+                    plan[next_step[0]].append(message)
     return plan
 
 
@@ -471,6 +474,7 @@ def main(doc=__doc__, default="1f1b"):
 def demo(run):
     """run: this process's flags, device, data and receipt (proof/run.py)."""
     args, config, rank, ranks = run.args, run.config, run.rank, run.world
+    # By name; "1f1b" is Schedule(one_f_one_b(rank, ranks, microbatches) for rank in range(ranks))
     schedule = schedules.find_schedule(args.schedule, ranks, args.microbatches, args.chunks)
     stages, last = schedule.stages(rank), schedule.last
     links = open_links(make_links(), schedule, run.device)

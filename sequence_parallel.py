@@ -206,7 +206,7 @@ def refuse_second_sum(parameter):
     says that nothing has happened since. (Clipping is a change, too.)"""
     gradient = parameter.grad
     completed_at = getattr(gradient, "completed_at", None)
-    # any(): under a dispatch mode torch zeroes lists of tensors without a new _version
+    # any(): under a FLOP counter zero_grad() leaves _version as it is
     if completed_at is not None and completed_at == gradient._version and gradient.any():
         raise RuntimeError(
             "this gradient is summed over the ranks already: sum once a step, after the last "

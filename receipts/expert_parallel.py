@@ -70,7 +70,8 @@ def expected(sizes, group, travelled, chunks, scalars=0):
     rows = passes * travelled // sizes.forwards
     text = f"{passes} (rows out + rows in) C e, and the counts"
     sent = {("all_to_all", group.name): (rows * config.width * sizes.e + counts, text)}
-    sent |= summed(group, scalars * SCALAR, "the norm")
+    if scalars:
+        sent |= summed(group, scalars * SCALAR, "the norm")
     return sent, held(sizes, "(P_common + experts here) e", "the blocks', if routing were even")
 
 

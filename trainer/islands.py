@@ -185,10 +185,5 @@ class Averaging(diloco.DiLoCo):
         about = args, self, args.islands, self.ledger, steps
         outer_sent, outer_held = player.outer_rows(*about, finished=True)
         notes = [*notes, f"in islands: the mean of {len(steps)} steps; calls: of all"]
-        copies = args.dp * args.cp  # ranks of an island that step on the same numbers
-        if args.zero:
-            copies //= args.zero_ranks or copies
-        if copies > 1:
-            notes.append(f"{copies} ranks of an island send the same: --zero 1 sends it once")
         layout = {"islands": args.islands, "every": args.sync_every} | layout
         return layout, sent | outer_sent, held | outer_held, notes
