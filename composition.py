@@ -215,7 +215,8 @@ class InGrid:
 class HybridSharding:
     """HSDP: each node holds a whole replica of the states, split over its own ranks. So the weights
     are gathered inside nodes only. Gradients are summed twice: reduce-scattered inside a node, then
-    each shard all-reduced with its replicas on the other nodes.
+    each shard all-reduced with its replicas on the other nodes. It needs InGrid, whose norm counts
+    replicas once.
 
         node 0    rank 0: shard 0    rank 1: shard 1      node    0 1 | 2 3    (rows of a grid)
         node 1    rank 2: shard 0    rank 3: shard 1      across  0 2 | 1 3    (columns)

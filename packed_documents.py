@@ -26,7 +26,7 @@ MagiAttention, github.com/SandAI-org/MagiAttention: work dealt out, only used ke
 """
 
 import math
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -106,7 +106,6 @@ class DocumentRing(Ring):
 
     def __init__(self, group, zigzag=True):  # True: dealt out evenly. False: consecutive tokens
         super().__init__(group, zigzag)
-        self.where = None  # what the plan is for
         dist.barrier(group)  # nccl connects all ranks in a first message. Later some send nothing
 
     def positions(self, length, multiple=1, starts=None):
@@ -116,13 +115,10 @@ class DocumentRing(Ring):
         check_qkv(q, k, v)
         check_chunks(q, self)
         check_starts(starts, q, self.n)
-        where = self.rank, self.n, q.shape[2], self.zigzag
-        if where != self.where or not torch.equal(starts, self.starts):  # layers share a plan
-            self.where, self.starts = where, starts.clone()
-            self.plan = find_plan(*where, starts, q.device)
+        plan = find_plan(self.rank, self.n, q.shape[2], self.zigzag, starts, q.device)
         # All rows as one, (1, H, B T', D): so a tile of one row is a run of tokens
         q, k, v = (t.transpose(0, 1).flatten(1, 2).unsqueeze(0) for t in (q, k, v))
-        y = DocumentRingAttention.apply(q, k, v, self.group, self.plan)
+        y = DocumentRingAttention.apply(q, k, v, self.group, plan)
         return y.squeeze(0).unflatten(1, (len(starts), -1)).transpose(0, 1)
 
 
@@ -248,7 +244,14 @@ class Plan(NamedTuple):
 
 
 def find_plan(rank, n, tokens, even, starts, device="cpu"):
-    """This rank's Plan. tokens: T'. starts: on the host."""
+    """This rank's Plan, made once for all layers and passes of a batch. tokens: T'."""
+    content = starts.long().numpy().tobytes()  # not the tensor, which may be changed in place
+    return make_plan(rank, n, tokens, even, starts.shape, content, device)
+
+
+@lru_cache(maxsize=32)
+def make_plan(rank, n, tokens, even, shape, content, device):
+    starts = torch.frombuffer(bytearray(content), dtype=torch.int64).view(shape)
     check_documents(starts)
     held, count = deal_tokens(n * tokens, n, starts, even), len(starts) * tokens
     plan = Plan([], [], [])

@@ -140,7 +140,6 @@ diloco --nproc 2 --sync-every 2 --stream 3 -> --sync-every 3 or more
 diloco --nproc 2 --sync-every 2 --stream-delay 2 -> less than --sync-every 2
 diloco --nproc 2 --outer-momentum 1 -> less than 1
 diloco --nproc 2 --batch 5 -> does not divide
-train --plot x -> --log-to writes
 train --islands 2 --outer-bits 4 -> --outer-bits 8 or 4 does not go with --islands: use 16
 train --only-sample -> needs weights
 train --only-sample --sample 0 --out x -> needs weights

@@ -15,19 +15,14 @@ def skip_where(found_inf, optimizer):
         first = next((p for group in each.param_groups for p in group["params"]), found_inf)
         each.found_inf = found_inf.to(first.device)  # torch's fused optimizers look at it
         if isinstance(each, PlainMuon):
-            skip_muon_where(found_inf, each)
+            each.step_on = functools.partial(step_muon_unless, found_inf, each)
 
 
-def skip_muon_where(found_inf, muon):
-    def change(*_):  # when its step begins: gradients are clipped by then
-        hook.remove()
-        for settings in muon.param_groups:
-            settings["lr"] *= 1 - found_inf.double()  # 0 keeps the weights. Each step sets it anew
-            for p in settings["params"]:  # a gradient that equals the average keeps the average
-                average = muon.state[p].get("average", 0.0)
-                p.grad.copy_(torch.where(found_inf > 0, average, p.grad))
-
-    hook = muon.register_step_pre_hook(change)
+def step_muon_unless(found_inf, muon, p, settings):
+    average = muon.state[p].get("average", 0.0)
+    # A gradient that equals the average keeps the average, and lr = 0 keeps the weights
+    p.grad.copy_(torch.where(found_inf > 0, average, p.grad))
+    type(muon).step_on(muon, p, settings | {"lr": settings["lr"] * (1 - found_inf.double())})
 
 
 def first_nonfinite(runner, batches):
