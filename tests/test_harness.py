@@ -117,6 +117,7 @@ expert_parallel --chunks 1000000 -> a micro-batch has 1,024 tokens
 train --ep 2 --dp 2 --experts 2 --expert-chunks 1000000 -> has 2,048 tokens
 ddp --timeout 1e308 -> at most 1,000,000
 collectives --nproc 1000000 -> 1,000,000 ranks are too many for one machine
+collectives --nproc 10 --nodes-of 4 -> 10 ranks do not divide into nodes of --nodes-of 4
 train --dry-run --gpu x=0GB,0TFLOP/s,0TB/s -> not known
 context_parallel --kind ulysses --nproc 3 -> 4 heads do not divide by 3 ranks
 context_parallel --rings 2 -> --rings means nothing with --kind ring: use --kind ring-ulysses

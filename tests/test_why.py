@@ -17,13 +17,7 @@ def printed(module, words, monkeypatch, capsys):
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "module, words",
-    [
-        (why, ""),
-        (scaling, "--nodes 1,16,128,256"),
-    ],
-)
+@pytest.mark.parametrize("module, words", [(why, ""), (scaling, "--nodes 1,16,128,256")])
 def test_the_page_shows_what_its_commands_print(module, words, monkeypatch, capsys):
     command = f"    python -m {module.__name__} {words}".rstrip()
     assert f"{command}\n" in PAGE, "the page must have this command"

@@ -1,6 +1,7 @@
 """zero.py and fsdp.py against PyTorch's FSDP2; mixed precision; memory; the demos."""
 
 import argparse
+import copy
 import functools
 import json
 import weakref
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+import torch.nn.functional as F
 from reference import CONFIGS, batch, case, make_optimizer, plain_forward, train_rank
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -389,3 +391,33 @@ def test_a_frozen_stage_has_a_norm(ranks):
         return composition.norm_in_grid([nn.Parameter(torch.ones(2), False)], [None]).item()
 
     assert ranks(1, work) == [0.0]
+
+
+class Layer(nn.Linear):
+    trained = True
+
+    def forward(self, x):
+        return x + F.linear(x, self.weight if self.trained else self.weight.detach())
+
+
+def test_fsdp_reduces_in_the_order_of_backward(ranks):
+    """Units registered in another order, one of them with a gradient on rank 1 only. Else the sums
+    would meet other ranks' gathers, and all wait for ever."""
+    order = 0, 1, 2, 5, 4, 3  # in which layers run
+
+    def work(rank):
+        torch.manual_seed(0)
+        layers = nn.ModuleList(Layer(4, 4, False, dtype=torch.float64) for _ in order)
+        alone, x = copy.deepcopy(layers), torch.randn(2, 3, 4, dtype=torch.float64)
+        units = [layers[i] for i in order]
+        sharded = fsdp.FSDP(layers, dist.group.WORLD, torch.optim.SGD, units=units)
+        sharded.zero_grad()
+        layers[4].trained = rank == 1
+        nn.Sequential(*units)(x[rank]).square().sum().backward()
+        sharded.finish()
+        for alone[4].trained, part in zip((False, True), x):
+            nn.Sequential(*(alone[i] for i in order))(part).square().sum().backward()
+        ours = [p.grad for _, p in sharded.gather_full(layers.named_parameters())]
+        torch.testing.assert_close(ours, [p.grad for p in alone.parameters()])
+
+    ranks(2, work)
