@@ -7,7 +7,8 @@
 Order     First a technique cuts the model: its tensors, its experts or its layers. Then data
           parallelism (DDP, ZeRO, FSDP) takes a rank's shards as the model of its column.
 Sum       A gradient is summed over the ranks that have the same shard and saw other data: over a
-          column. Where that is not all, the technique that cut the model says so: p.placement.
+          column. There are two exceptions, which a parameter's p.placement names: experts, and
+          parameters that saw a part of the tokens.
 Norm      Every element counts once. A rank squares its part of each gradient and divides by the
           number of ranks that have the same part. The whole grid adds up; so do the stages of a
           pipeline.
@@ -54,8 +55,9 @@ def sum_in_grid(parameters, data_group):
             torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
             optimizer.step()
 
-    If the head is split too, the loss is VocabParallelCrossEntropy. All sums wait for the end of
-    backward. DDP and the classes below overlap them."""
+    If the head is split too, take VocabParallelCrossEntropy, of tensor_parallel.py. A parameter
+    that no rank used gets zeros, so weight decay moves it. All sums wait for the end of backward:
+    DDP and the classes below overlap them."""
     for p in parameters:
         if p.requires_grad:
             replicas = placed(p, "data", data_group)
@@ -73,7 +75,9 @@ def sum_in_grid(parameters, data_group):
 #                dimension, the group's other ranks the rest. up.weight (512, 128) on tp rank 1 of
 #                2: {0: (tp, 256, 256)}, rows 256 to 511
 #     "data"     of an expert: the ranks with a replica of it. Sum over them, not over a column
-#     "partial"  [tp]: sum over tp, too. A norm's weight saw a part of the tokens on each tp rank
+#     "partial"  [tp]: sum over tp, too. With sequence parallelism LayerNorm's weight is whole, but
+#                each tp rank's saw a part of the tokens
+#     "shape"    of the whole parameter
 
 
 def placed(p, key, default):
@@ -89,8 +93,9 @@ def groups_cutting(p):
 def norm_in_grid(parameters, groups):
     """The norm of the whole gradient, a float64 scalar, the same on all ranks. groups: all
     dimensions of the grid in which ranks have shards or copies of the same parameters, [dp, tp].
-    Not a pipeline's: its ranks have other parameters. Add up their squares, of a tied matrix once:
+    Not a pipeline's: its ranks have other parameters (not checked). Add up their squares:
 
+        # parameters: on one of its two stages without a tied matrix
         square = norm_in_grid(parameters, [dp, tp]).square()
         dist.all_reduce(square, group=pp)                       # then .sqrt()"""
     parameters = list(parameters)
@@ -221,6 +226,9 @@ class HybridSharding:
         node 0    rank 0: shard 0    rank 1: shard 1      node    0 1 | 2 3    (rows of a grid)
         node 1    rank 2: shard 0    rank 3: shard 1      across  0 2 | 1 3    (columns)
 
+    across, node = groups_along(-1, 2)
+    zero = ComposedZeRO(model, dp, 1, torch.optim.AdamW, hsdp={dp: (node, across)})
+
     hsdp    {group: (node, across)}, for the data-parallel group, and for that of experts. across:
             None if there is one node. A group that is missing here is split as a whole. zero.py
             --shard-ranks 2 shows it"""
@@ -334,14 +342,15 @@ class FSDPInPipeline(InPipeline, ComposedFSDP):
 def check_hsdp(hsdp):
     """Else some gradients are not summed, or those of different shards are."""
     for group, (node, across) in hsdp.items():
-        here = dist.get_rank(node), dist.get_world_size(node)
+        here = dist.get_rank(node), dist.get_world_size(node), is_within(node, group)
         found = [here]
         if across is not None:
             found = [None] * dist.get_world_size(across)
             dist.all_gather_object(found, here, group=across)
         nodes = dist.get_world_size(group) // dist.get_world_size(node)
-        if len(found) != nodes or len(set(found)) > 1:
-            raise ValueError("hsdp needs `across`: one rank of each node, with the same shard")
+        if len(found) != nodes or len(set(found)) > 1 or not is_within(node, group):
+            advice = "node, and across: one rank of each node, with the same shard"
+            raise ValueError(f"hsdp needs {advice}, all of the group")
 
 
 # --- demo ---

@@ -1,8 +1,8 @@
 """DualPipe hides the experts' all-to-alls: a micro-batch computes while another's tokens travel.
 
-In a mixture of experts (expert_parallel.py) each layer waits for four all-to-alls: tokens go to
-their experts and come back, in forward and in backward. Here a rank runs the backward of one
-micro-batch and the forward of another at the same time: they are a pair. A ~ is such a wait:
+Read zero_bubble.py and expert_parallel.py first. A mixture's layer waits for four all-to-alls:
+tokens go to their experts and come back, in forward and in backward. Here a rank runs the backward
+of one micro-batch and the forward of another at the same time, a pair. A ~ is such a wait:
 
     backward    ~~~~~~~~~ experts   ~~~~~~~~~ attention ~~~~~~~~~ experts   ~~~~~~~~~ attention
     forward     attention ~~~~~~~~~ experts   ~~~~~~~~~ attention ~~~~~~~~~ experts   ~~~~~~~~~
@@ -10,24 +10,22 @@ micro-batch and the forward of another at the same time: they are a pair. A ~ is
 The schedule of 2 ranks and 4 micro-batches. Pairs are in brackets. A quote marks the rank's far
 stage, the one nearer the loss:
 
-    rank 0   F0 F1 F2 F0' I0' W0' F1' (B1' F3) (B0 F2') B2' (B1 F3') B3' I2 W2 I3 W3
-    rank 1   F0 F0' F1 F1' (B0' F2) (B0 F2') (B1' F3) (B1 F3') B2' B2 I3' I3 W3' W3
+    rank 0   F0 F1 F2 F0' I0' W0' F1' (F3 B1') (F2' B0) B2' (F3' B1) B3' I2 W2 I3 W3
+    rank 1   F0 F0' F1 F1' (F2 B0') (F2' B0) (F3 B1') (F3' B1) B2' B2 I3' I3 W3' W3
 
 This is DualPipeV: DeepSeek's DualPipe, where each stage is on two ranks, folded at its middle, so
-that each is on one. The pairs are the same. zero_bubble.py explains I and W.
+that each is on one. A rank holds a stage near the pipeline's start and one near its end: a forward
+of one and a backward of the other can be a pair.
 
-Split     As in pipeline.py and expert_parallel.py. A rank holds two stages, one near the pipeline's
-          start and one near its end: a forward of one and a backward of the other can be a pair.
 Order     A pair is two threads, of which one runs at a time. Before a thread waits for a message
           it calls turn(), and the other runs. The program decides which, not time: all ranks send
           in the same order, and both threads can use the same groups. On a GPU both queue kernels
           on one stream, and nccl's messages run beside it.
-Sent      What the schedule sends without overlap, to the byte.
-Hidden    The waits in pairs, if the partner has enough work: 1 - (5p - 1) / 4m of all, on average
-          over p ranks with m micro-batches, 41% for p = 4 and m = 8, 70% for m = 16. Not the
-          exchange of the numbers of rows, which the host needs.
-Limits    Without experts nothing is hidden: take zb-v. A pair needs the temporary memory of a
-          forward and a backward at once.
+Sent      As without overlap: zb-v's messages, and the rows of expert_parallel.py.
+Hidden    The waits for rows in pairs, if the partner has enough work: 1 - (5p - 1) / 4m of all, on
+          average over p ranks with m micro-batches, 41% for p = 4 and m = 8, 70% for m = 16.
+Limits    Without experts nothing is hidden: take zb-v. A pair needs the temporary memory of both.
+          On one machine's CPUs don't expect a gain (docs/learn/dualpipe.md has times).
 
     torchrun --nproc_per_node=4 dualpipe.py             python dualpipe.py --in-turns
 
@@ -83,7 +81,7 @@ class Turns:
     def __init__(self):
         self.running = 0  # how many of the two calls have not ended
         self.error = None  # of one call: ends the other at its next turn()
-        # Calls of turn(), and those that let the other call go on: without any, nothing is hidden
+        # Calls of turn(), and those at which the other call went on. 0 switches: nothing is hidden
         self.waits = self.switches = 0
 
     def turn(self):
@@ -129,7 +127,7 @@ class Turns:
 
 
 class MixedRow(Row):
-    """A row in which a stage has B, and I and W. A backward counts as both of its parts."""
+    """A row in which a stage has B, and I and W. B counts as both: the I after B1 is I2."""
 
     def add(self, kinds, *stages):
         for stage in stages:
@@ -143,7 +141,7 @@ def dualpipev(rank, ranks, microbatches):
     """A rank's row of the schedule above, with the stages of zb_v. The phases are those of
     DeepSeek's code (whose last rank runs its first pair one after the other), with what they give
     on rank 0 of 2 with 4 micro-batches. The pairs are in 4 and 5: a forward, and the backward after
-    it. (PairedSchedule turns them round.)"""
+    it."""
     if microbatches < 2 * ranks:
         count = f"at least {2 * ranks} micro-batches, twice as many as ranks"
         raise ValueError(f"dualpipev needs {count}, not {microbatches}")
@@ -188,7 +186,7 @@ class PairedSchedule(Schedule):
         """A rank's actions in tuples of those that start together: one, or backward and forward."""
         steps = []
         for action in self[rank]:
-            before = steps[-1][0] if steps else action
+            before = steps[-1][0] if steps else action  # of a pair its backward: it has no third
             if (before.kind, action.kind) == ("F", "B") and before.stage != action.stage:
                 steps[-1] = action, before  # the backward begins
             else:

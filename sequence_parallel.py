@@ -17,9 +17,10 @@ An all-reduce is a reduce-scatter and then an all-gather. In each a rank sends r
 tensor. So a block sends as much as in tensor parallelism: 8 r B T C e, at e bytes an element. The
 embedding's g leaves the split tokens, the head's f gathers them. t must divide T.
 
-A GPT-2 block holds 4 + 12/t times B T C elements in tensor parallelism, and 2 + 14/t here: the 2
-are f's results, which the layers behind f hold for their weights' gradients. The paper gathers them
-again in backward, 16/t: tensor_overlap.py can, too, and hides messages behind matmuls.
+In tensor parallelism a GPT-2 block holds 4 + 12/t times B T C elements: two norms' inputs and
+results, and its part of q, k, v, attention's result and the hidden units. Here it is 2 + 14/t: the
+2 are f's results, which the layers behind f hold for their weights' gradients. The paper gathers
+them again in backward, 16/t: tensor_overlap.py can, too.
 
 Norms, positions and the biases after g (P numbers in all) see this rank's tokens only, so their
 gradients are partial sums: one all-reduce a step, 2 r P e bytes.
@@ -133,7 +134,8 @@ def shard_tokens(full, group):
     return shards[..., dist.get_rank(group), :]
 
 
-# --- a model of yours. First all cuts of tensor_parallel.py's block. Then, in place of its loop:
+# --- a model of yours. First all of tensor_parallel.py's recipe, down to its optimizer. Then change
+#     f and g, and take this loop in place of its own:
 #
 #     model.embed.leave = Leave(group, ReduceScatterTokens)
 #     for block in model.blocks:
@@ -144,6 +146,7 @@ def shard_tokens(full, group):
 #     model.head[0] = Enter(group, GatherTokens)
 #     mark_partial(model.parameters(), group)
 #
+#     optimizer.zero_grad()
 #     for tokens, targets in microbatches:
 #         criterion(model(tokens), targets, target_count).backward()
 #     reduce_partial(model.parameters())  # once a step
@@ -153,8 +156,8 @@ def shard_tokens(full, group):
 # tokens and targets are whole. Where t does not divide T, pad them at the end, and have the loss
 # ignore the padding. Add the learned positions of this rank's tokens only:
 # embed(tokens) + position(shard_tokens(positions, group)). Rotary positions stay whole, because
-# attention sees all tokens. Dropout masks must differ between ranks. Under autocast cast what a
-# norm returns, or f sends float32.
+# attention sees all tokens. Dropout masks must differ between ranks: torch.manual_seed(seed + rank)
+# when the weights are made. Under autocast cast what a norm returns, or f sends float32.
 
 # --- the same sum of partial gradients for a whole model, in one message
 
@@ -201,9 +204,10 @@ def reduce_partial(parameters):
 
 
 def refuse_second_sum(parameter):
-    """Refuse a second sum, and a backward pass after a sum: it would add an unsummed gradient.
-    torch raises a tensor's _version with every change in place, so one equal to that of the sum
-    says that nothing has happened since. (Clipping is a change, too.)"""
+    """Refuse a second sum, and a backward pass after a sum, which would add an unsummed gradient:
+    reduce_partial inside the micro-batch loop. torch raises a tensor's _version with every change
+    in place, so one equal to that of the sum says that nothing has happened since. (Clipping is a
+    change, too: after it nothing is noticed.)"""
     gradient = parameter.grad
     completed_at = getattr(gradient, "completed_at", None)
     # any(): under a FLOP counter zero_grad() leaves _version as it is
@@ -255,7 +259,8 @@ def parallelize_sequence(model, group, whole_experts=False):
 
 
 def split_mixture(mixture, group, whole_experts):
-    mixture.router.sum_over_sequence = Leave(group)  # each rank's router saw T/t tokens
+    # The balance loss needs sums over all tokens, and each rank's router saw T/t
+    mixture.router.sum_over_sequence = Leave(group)
     if not whole_experts:
         mixture.enter = Enter(group, GatherTokens)  # of the router's weights and choice, too
         mixture.leave = Leave(group, ReduceScatterTokens)

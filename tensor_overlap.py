@@ -15,11 +15,11 @@ the order. --gather-again is the paper's own form (Korthikanti et al. 2022): hol
 tokens of x until backward, instead of all T. A block sends 10 r B T C e bytes, not 8.
 
 With H outputs of all layers behind f, before the cut, dW takes 2 B T C H/t operations, and the
-message has 2 r B T C e bytes, half with --sp. It is hidden if H > t r e x (operations a second) /
-(bytes a second): for H100s with 400 TFLOP/s and 450 GB/s, t = 8 and 16 bits if H > 12,500. g's
-messages, and all in forward, are still waited for. A GPU must begin a message before the matmuls
-that hide it: Megatron-LM sets CUDA_DEVICE_MAX_CONNECTIONS=1 for that. The demo shows that gradients
-are right, and only a profiler on GPUs what is hidden.
+message has 2 r B T C e bytes, r = (t-1)/t, half with --sp. It is hidden if H > t r e times
+(operations a second) / (bytes a second): for H100s with 400 TFLOP/s and 450 GB/s, t = 8 and 16 bits
+if H > 12,500, or 6,200 with --sp. g's messages, and all in forward, are still waited for. A GPU
+must begin a message before the matmuls that hide it: Megatron-LM sets CUDA_DEVICE_MAX_CONNECTIONS=1
+for that. The demo shows that gradients are right, and only a profiler on GPUs what is hidden.
 
     torchrun --nproc_per_node=4 tensor_overlap.py
     python tensor_overlap.py --sp --gather-again --nproc 2
@@ -43,8 +43,8 @@ from sequence_parallel import GatherTokens, gather_tokens, reduce_scatter_tokens
 class EnterLinear(torch.autograd.Function):
     """F.linear(f(x), weight, bias), with weight and bias a shard: x (B, T, C) -> (B, T, out / t).
 
-    # in a ColumnParallelLinear's forward, without an Enter before it:
-    return EnterLinear.apply(x, self.weight, self.bias, group)"""
+    # in a ColumnParallelLinear's forward, without an Enter before it. Its __init__ keeps the group
+    return EnterLinear.apply(x, self.weight, self.bias, self.group)"""
 
     @staticmethod
     def forward(ctx, x, weight, bias, group):
@@ -70,13 +70,14 @@ class EnterLinear(torch.autograd.Function):
 
 class EnterAndProject(nn.Module):
     """An Enter and the ColumnParallelLinears behind it: x -> {layer: its output}. In the layers'
-    places stand `layers`, which take their own output from it, and hold the parameters.
+    places stand `layers`, which take their own output from it, and hold the parameters. So a
+    model's forward stays as it is, self.gate(x) and self.up(x). Nothing else may read this x.
 
         qkv = EnterAndProject(Enter(group), [ColumnParallelLinear(attn.qkv, group)])
         attn.qkv = nn.Sequential(qkv, *qkv.layers)
         columns = [ColumnParallelLinear(m, group) for m in (mlp.gate, mlp.up)]
         project = EnterAndProject(Enter(group, GatherTokens), columns)
-        mlp.norm = nn.Sequential(mlp.norm, project)
+        block.mlp_norm = nn.Sequential(block.mlp_norm, project)    # the norm before gate and up
         mlp.gate, mlp.up = project.layers
 
     gather_again: with GatherTokens only. Hold x (B, T/t, C) instead of what f gathered."""
@@ -90,7 +91,8 @@ class EnterAndProject(nn.Module):
     def forward(self, x):
         weights, biases = zip(*((layer.weight, layer.bias) for layer in self.layers))
         # Two cases take plain f: torch.compile, which orders a block's backward itself, and
-        # zero_bubble.py, which replaces F.linear to put off the weights' gradients
+        # zero_bubble.py, which replaces F.linear to put off the weights' gradients. (With
+        # gather_again they do not, because only EnterLinears gathers again)
         plain = torch.compiler.is_compiling() or has_torch_function((x,))
         if plain and not self.gather_again:
             return dict(zip(self.layers, linears(self.enter(x), weights, biases)))

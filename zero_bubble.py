@@ -20,10 +20,11 @@ Sent: what pipeline.py sends. The schedules (docs/learn/pipelines.md compares th
     zb-h2   no bubble, nearly twice the memory
     zb-v    no bubble, 1F1B's memory; two stages per rank, so twice as many messages
 
-Limits: the pairs take memory. "No bubble" (with F = I = W and at least 2 p - 1 micro-batches) is
-between a rank's first action and its last. The waits before and after are gone, and zb-h2 pays,
-only if a rank begins the next step while others work: not with clipping, whose norm waits for all.
-Not for a compiled stage. Under torch.autocast nothing is deferred: cast the weights instead.
+Limits: a micro-batch whose W is put off holds its pairs, which takes memory, too. "No bubble" (with
+F = I = W and at least 2 p - 1 micro-batches) is between a rank's first action and its last. The
+waits before and after are gone, and zb-h2 pays, only if a rank begins the next step while others
+work: not with clipping, whose norm waits for all. Not for a compiled stage. Under torch.autocast
+nothing is deferred: cast the weights instead.
 
     torchrun --nproc_per_node=4 zero_bubble.py --layers 8       python zero_bubble.py --compare
 
@@ -46,8 +47,7 @@ from pipeline import Pipeline, Row, plain_pipeline
 
 class SplitLinear(nn.Linear):
     """A linear layer that computes its weight's gradient when asked. For a trained weight that is
-    used once per micro-batch, and an x that requires a gradient. Behind it an in-place activation
-    would lose the hook: use nn.ReLU().
+    used once per micro-batch, an x that requires a gradient, and no in-place activation behind it.
 
         layer, x = SplitLinear(4, 3), torch.randn(5, 4, requires_grad=True)
         loss = layer(x).square().sum()
@@ -113,8 +113,9 @@ def plain_zb_h1(stage, inputs, targets, loss_fn, like, down, up):
     rank, ranks = dist.get_rank(down), dist.get_world_size(down)
     split = [layer for layer in stage.modules() if isinstance(layer, SplitLinear)]
 
-    def row():  # for plain_pipeline, whose B is I. It has sent x.grad when it asks for the next
-        # kind: a W runs here, while that gradient travels
+    # A generator: what stands between two yields runs between two actions of plain_pipeline. That
+    # takes I for a backward, and has sent x.grad when it asks for the next: so W runs meanwhile
+    def row():
         for kind, _, _ in zb_h1(rank, ranks, len(inputs)):
             if kind != "W":
                 yield kind
@@ -185,7 +186,7 @@ class Deferred(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def defer(self, function, input, weight, *rest, **options):  # named as F.linear's arguments
-        """As SplitLinear.forward."""
+        """As SplitLinear.forward, but autograd's graph holds x: checkpointing may drop it there."""
         if not can_defer(input, weight):
             return function(input, weight, *rest, **options)
         input = SaveInput.apply(input)
@@ -204,8 +205,9 @@ class Deferred(TorchFunctionMode):
         return y
 
     def backward(self, y, gradient=None, **options):
-        """y.backward(gradient) with this mode on, which torch switches off within a call: a layer
-        that is checkpointed runs its forward again here, and must save what it saved at first."""
+        """y.backward(gradient) with this mode on. torch switches a mode off while it runs the
+        mode's own methods. But a checkpointed layer runs its forward again in here, and must save
+        what it saved at first."""
         with self:
             # The edge: for the tensor y torch would switch the mode off again
             edge = torch.autograd.graph.get_gradient_edge(y)
@@ -271,14 +273,14 @@ class WeightGradient(torch.autograd.Function):
 def zb_v(rank, ranks, microbatches):
     """Rank r holds two stages: r, near the input, and 2 p - 1 - r, far from it. Of 3 ranks rank 0
     holds 0 and 5, rank 1 holds 1 and 4, rank 2 holds 2 and 3. The way through the ranks is a V with
-    both ends on rank 0. Its row with 5 micro-batches; a quote marks the far stage:
+    both ends on rank 0. Rank 1's row with 5 micro-batches; a quote marks the far stage:
 
-        F0 F1 F2 F3 F4 F0' I0' W0' F1' I1' W1' F2' I2' W2'
-        I0 W0 F3' I3' W3' I1 W1 F4' I4' W4'
-        I2 W2 I3 W3 I4 W4"""
+        F0 F1 F2 F0' F3 F1' I0' W0' F2' I1' W1'
+        F4 I0 W0 F3' I2' W2' I1 W1 F4' I3' W3'
+        I2 I4' I3 W2 I4 W3 W4' W4"""
     near, far, row = rank, 2 * ranks - 1 - rank, Row()
-    # The plan needs 2 p - 1 micro-batches. With fewer, plan for that many, and drop the actions of
-    # the extra ones at the end, on every rank
+    # The plan needs 2 p - 1 micro-batches, as rank 0 runs so many forwards first. With fewer, plan
+    # for that many, and drop the actions of the extra ones at the end, on every rank
     padded = max(microbatches, 2 * ranks - 1)
     # Fill, the first line: forwards, until the first micro-batch is back from the last rank
     row.add("F" * (2 * (ranks - rank) - 1), near)
