@@ -8,17 +8,18 @@
 
 Split     A unit is by default a block, the embedding or the head. Its parameters are one flat
           tensor, of which a rank holds 1/N: its shard. So it is with gradients and Adam's states.
-Sent      Per micro-batch a unit's weights are gathered twice, for forward and backward (the last
-          unit's once, in full: they stay), its gradients reduce-scattered once: each r P e bytes
-          for P parameters of e bytes, r = (N-1)/N. About 3 m r P e in m micro-batches. DDP sends
-          2 r P e.
+Sent      Per micro-batch a unit's weights are gathered twice, for forward and backward, and its
+          gradients reduce-scattered once: each r P e bytes for P parameters of e bytes,
+          r = (N-1)/N. About 3 m r P e in m micro-batches. DDP sends 2 r P e. (In FSDP, below, the
+          last unit's weights stay from forward to backward.)
 Backward  Autograd's, unchanged. It saves views of the weights. The memory under them is freed (the
           storage is resized to 0), and filled again before backward reads it.
 Use       Where the weights don't fit, and a micro-batch has thousands of tokens: a gather hides
           behind long matmuls only (docs/learn/fsdp.md).
 Limits    A unit runs once per forward, or it is an error. Ranks run the same units in one order, or
           they hang or gather the wrong weights.
-Copy      PlainFSDP alone, or all with the top of zero.py. composition.py has HSDP.
+Copy      PlainFSDP alone, with zero.py's two names of collectives, or all with the top of zero.py.
+          composition.py has HSDP.
 
     torchrun --nproc_per_node=4 fsdp.py                         python fsdp.py --keep-gathered
 
@@ -100,7 +101,7 @@ class PlainFSDP:
         self.shard.grad = gradient if self.shard.grad is None else self.shard.grad + gradient
         for p in self.parameters:
             p.grad = None
-        self.free()
+        self.free()  # what has given these gradients was the last to read the weights
 
 
 # --- FSDP in full: stage 2, but weights come and go. The next unit's arrive while one computes
@@ -108,8 +109,11 @@ class PlainFSDP:
 
 class Unit:
     """A module whose weights are gathered before it runs, forward or backward, and freed after. It
-    has a bucket for each kind of parameter (dtype, frozen or not). That of a tied matrix, of
-    embedding and head, belongs to two units: the second one completes its gradient in backward."""
+    has a bucket for each kind of parameter (dtype, frozen or not). A tied matrix, of embedding and
+    head, has a bucket with two units: the second one in backward completes its gradient.
+
+    Activation checkpointing runs a unit's forward again inside its backward: its weights are there
+    then, and its hooks do nothing."""
 
     def __init__(self, module):
         self.module, self.buckets = module, []
@@ -143,7 +147,7 @@ class UnitBucket(MasterBucket):
     def set_weights(self, full):
         super().set_weights(full)
         shard, self.shard = self.shard, self.shard.clone()  # it stays when the weights are freed
-        if self.master is shard:
+        if self.master is shard:  # MasterBucket has not made a copy
             self.master = self.shard
 
     def start_update(self):
@@ -172,7 +176,8 @@ class FSDP(ZeRO):
 
     A unit's parameters have memory inside its forward and backward only: reading them elsewhere
     ends the process with a segmentation fault (gather_full has copies). Those in no unit: as in
-    stage 2. The last unit must get a gradient on all ranks or on none: else they wait for ever."""
+    stage 2. On a rank a unit may get no gradient where another rank's does. But not the last unit,
+    nor two in a row whose outputs get none: all would wait for ever."""
 
     def __init__(
         self,
@@ -183,7 +188,8 @@ class FSDP(ZeRO):
         reshard=True,  # False: weights stay until backward. It sends a third less, holds all
         **options,  # of ZeRO and its buckets
     ):
-        self.reshard, self.unit_in_backward = reshard, None  # the unit whose backward is running
+        self.reshard = reshard
+        self.unit_in_backward = None  # the one whose backward is running
         self.done = set()  # units whose backward is over, in this pass
         self.held = ()  # the one that runs or ran last, and the one that is likely to be next
         self.units = self.make_units(model, units)
@@ -219,17 +225,16 @@ class FSDP(ZeRO):
         return bucket
 
     def _before_forward(self, unit, module, inputs):
-        # In activation checkpointing's second forward its backward has begun: its weights are here
         if self.unit_in_backward is not unit:
             self._enter(unit, unit.next)
 
     def _after_forward(self, unit, module, inputs, keyword_inputs, output):
-        if self.unit_in_backward is unit:  # activation checkpointing has run it again
+        if self.unit_in_backward is unit:
             return
         outputs = outputs_with_gradient(module, inputs, keyword_inputs, output)
         for t in outputs:
             t.register_hook(partial(self._before_backward, unit))
-        if not outputs:  # no backward will follow
+        if not outputs:  # no backward will follow. Else its weights stay until the next unit enters
             unit.release()
 
     def _before_backward(self, unit, gradient):  # the hook of each output: its gradient is there

@@ -186,8 +186,11 @@ def test_shards_are_the_model_and_differ(ranks):
         assert len(drawn) == len(names)
         assert all(p.untyped_storage().nbytes() == 0 for p in model.parameters())
         assert all(isinstance(p, nn.Parameter) and p.init for p in model.parameters())
-        shards = [bucket.shard for bucket in sharded.buckets]
-        return shards, dict(sharded.gather_full(model.named()))
+        pairs = [dist.new_group(pair) for pair in ([0, 1], [1, 2])]
+        if rank == 1:
+            with pytest.raises(ValueError, match="all of the group"):
+                composition.check_hsdp({pairs[0]: (pairs[1], None)})
+        return [bucket.shard for bucket in sharded.buckets], dict(sharded.gather_full(model.named()))
 
     (first, full), (second, _), (third, _) = ranks(3, work)
     for a, b, c in zip(first, second, third):
@@ -401,8 +404,7 @@ class Layer(nn.Linear):
 
 
 def test_fsdp_reduces_in_the_order_of_backward(ranks):
-    """Units registered in another order, one of them with a gradient on rank 1 only. Else the sums
-    would meet other ranks' gathers, and all wait for ever."""
+    """Also of units registered in another order, one of them with a gradient on rank 1 only."""
     order = 0, 1, 2, 5, 4, 3  # in which layers run
 
     def work(rank):
