@@ -134,8 +134,7 @@ def shard_tokens(full, group):
     return shards[..., dist.get_rank(group), :]
 
 
-# --- a model of yours. First all of tensor_parallel.py's recipe, down to its optimizer. Then change
-#     f and g, and take this loop in place of its own:
+# --- a model of yours. First tensor_parallel.py's recipe, down to its optimizer. Then new f and g:
 #
 #     model.embed.leave = Leave(group, ReduceScatterTokens)
 #     for block in model.blocks:
@@ -146,7 +145,7 @@ def shard_tokens(full, group):
 #     model.head[0] = Enter(group, GatherTokens)
 #     mark_partial(model.parameters(), group)
 #
-#     optimizer.zero_grad()
+#     optimizer.zero_grad()  # from here on in place of its loop
 #     for tokens, targets in microbatches:
 #         criterion(model(tokens), targets, target_count).backward()
 #     reduce_partial(model.parameters())  # once a step

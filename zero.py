@@ -20,8 +20,8 @@ Backward  Hooks copy each gradient into its bucket, the last layer's first. A fu
           reduce-scattered while backward continues: in stage 1 in the last micro-batch only, in
           stage 2 in each, which frees it. step() waits, steps on shards, and gathers weights.
 Use       Stage 1 instead of DDP: it sends the same bytes, and holds 1/N of the optimizer. Stage 2
-          with one micro-batch, or where gradients don't fit. Neither goes with Muon, which needs
-          whole matrices. Stage 0 is DDP with 32-bit master weights.
+          if m = 1 (it sends the same, and holds less), or where gradients don't fit. Neither goes
+          with Muon, which needs whole matrices. Stage 0 is DDP, with master weights if wanted.
 
     torchrun --nproc_per_node=4 zero.py --stage 2               python zero.py --fit
 
@@ -119,7 +119,7 @@ class ShardedBucket:
         stage,
         passes,  # the backward passes of a step
         value=lambda p: p,  # gives p's initial value, on the device to use
-        reduce_each=True,  # False: stage 2 reduces as stage 1. It sends less, holds all gradients
+        reduce_each=True,  # False: stage 2 reduces, and so frees, in the last pass only: sends less
     ):
         self.group, self.stage = group, stage
         rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -154,8 +154,8 @@ class ShardedBucket:
     def make_parameters(self, parameters):
         self.parameters, self.pieces = [], []
         for i, p in enumerate(parameters):
-            # New, as p may be on the meta device. By .data it has its own version counter: autograd
-            # must not take a gather for a change of the weights that it saved
+            # New, as p may be on the meta device. By .data it has its own version counter: else
+            # autograd would take a gather for a change of the weights that it saved, and raise
             view = nn.Parameter(self.weights[self.slices[i]].data.view(p.shape), self.trainable)
             view.__dict__.update(p.__dict__, stepped_on_in_pieces=True)  # diloco.py asks for this
             self.parameters.append(view)
@@ -217,7 +217,8 @@ class ShardedBucket:
 
 
 def async_reduce_scatter(shard, full, group):
-    """Start to sum `full` over the ranks, on each only its shard. Returns a function that waits."""
+    """Start to sum `full` over the ranks, on each only its shard, which may be a part of `full`.
+    The rest of `full` is of no use afterwards. Returns a function that waits."""
     if dist.get_backend(group) != "gloo":
         return reduce_scatter_tensor(shard, full, group=group, async_op=True).wait
     # gloo's own sends twice as much: send each rank its shard, and add up what arrives
@@ -259,7 +260,7 @@ class ZeRO:
         make_optimizer,  # called with a list of this rank's pieces; must work element by element
         microbatches=1,  # the backward passes of a step
         bucket_bytes=25 << 20,  # of the largest bucket; a larger parameter has one of its own
-        **options,  # of ShardedBucket and MasterBucket
+        **options,  # of ShardedBucket and MasterBucket, as param_dtype=torch.bfloat16
     ):
         self.model, self.group, self.stage, self.microbatches = model, group, stage, microbatches
         self.queue = []  # buckets that the running backward pass has yet to reduce, in this order
@@ -289,7 +290,13 @@ class ZeRO:
                 setattr(module, name, replacement[p])
             module.register_load_state_dict_pre_hook(lambda *_: check_load_state_dict(self))
 
-    # --- a step: zero_grad(), backward passes, finish(), step()
+    # --- a step
+    #
+    # zero_grad()  All gradients are 0.
+    # backward     _arrived moves each gradient to its bucket. Full buckets are reduced: in stage 2
+    #              in each backward pass, in stages 0 and 1 in the last one of the step.
+    # finish()     Waits for the reductions.
+    # step()       Steps on this rank's shards, and all-gathers the new weights.
 
     def zero_grad(self):
         check_zero_parameters(self)
@@ -321,7 +328,7 @@ class ZeRO:
         if self.state == "summed":
             return
         self._wait()
-        # A rank that ran fewer backward passes must still join the others' reductions
+        # A rank that ran fewer backward passes must still join the others' reductions, with zeros
         while any(bucket.passes_left for bucket in self.trained_buckets):
             self.queue = self.buckets_of_pass()
             self._reduce_ready(anyway=list(self.queue))

@@ -50,14 +50,14 @@ BUDGETS = {
     "benchmarks": 2500,
 }
 CEILINGS = {
-    "harness": 2186,
+    "harness": 2172,
     "proof": 1564,
-    "receipts": 2311,
-    "trainer": 2235,
-    "simulator": 1973,
+    "receipts": 2300,
+    "trainer": 2230,
+    "simulator": 1962,
     "exercises": 300,
     "tests": 12420,
-    "benchmarks": 2511,
+    "benchmarks": 2508,
 }
 DEMO = "# --- demo ---"
 # Demos that a lesson runs for another one, as `ddp.py --sync server`, and parts of demos
