@@ -374,9 +374,8 @@ def test_usage_of_tensor_and_sequence_parallel(tp, sp):
         p.data.copy_(cuts(before[name], p))
         p.grad = None
     sequence.model.place.where = sp.shard_tokens(torch.arange(8), group.WORLD)
-    use(
-        "sequence_parallel", sequence.model, microbatches=microbatches, criterion=names["criterion"]
-    )
+    made = {name: names[name] for name in ("criterion", "optimizer")}
+    use("sequence_parallel", sequence.model, microbatches=microbatches, **made)
     gradients = one_process("heads", "AdamW", 1, limit=0)[1]
     assert_trained(sequence.named(), (None, gradients, before), cuts)
 

@@ -56,7 +56,7 @@ CEILINGS = {
     "trainer": 2230,
     "simulator": 1962,
     "exercises": 300,
-    "tests": 12420,
+    "tests": 12419,
     "benchmarks": 2508,
 }
 DEMO = "# --- demo ---"
