@@ -36,6 +36,7 @@ def groups_along(*sizes):
     """This rank's group along each dimension of the grid; the last one's ranks are neighbours. With
     a pipeline the grid is a box: dp, pp, tp = groups_along(-1, 2, 2), with -1 for the rest."""
     grid = torch.arange(dist.get_world_size()).view(sizes)
+    # lines[d]: all lines of the grid along dimension d
     lines = [grid.movedim(d, -1).reshape(-1, size) for d, size in enumerate(grid.shape)]
     return [dist.new_subgroups_by_enumeration(rows.tolist())[0] for rows in lines]
 
@@ -68,15 +69,16 @@ def sum_in_grid(parameters, data_group):
                 dist.all_reduce(p.grad, group=group)
 
 
-# p.placement is a dict: what a technique did to p. Without it, as for down's bias, p is whole on
-# every rank of a row.
+# p.placement is a dict: what a technique did to p. Without it, as for a row-parallel layer's bias,
+# p is whole on every rank of a row.
 #
 #     "cuts"     {dimension: (group, start, length)}: this rank has [start : start + length] of that
 #                dimension, the group's other ranks the rest. up.weight (512, 128) on tp rank 1 of
 #                2: {0: (tp, 256, 256)}, rows 256 to 511
 #     "data"     of an expert: the ranks with a replica of it. Sum over them, not over a column
 #     "partial"  [tp]: sum over tp, too. With sequence parallelism LayerNorm's weight is whole, but
-#                each tp rank's saw a part of the tokens
+#                each tp rank's saw a part of the tokens. Or [pp], of a tied matrix: the first and
+#                the last stage have a copy each, with a part of its gradient
 #     "shape"    of the whole parameter
 
 
@@ -92,10 +94,11 @@ def groups_cutting(p):
 
 def norm_in_grid(parameters, groups):
     """The norm of the whole gradient, a float64 scalar, the same on all ranks. groups: all
-    dimensions of the grid in which ranks have shards or copies of the same parameters, [dp, tp].
+    dimensions of the grid in which ranks have shards or copies of the same parameters, [dp, tp]:
+    dp, too, because experts may be cut over it.
     Not a pipeline's: its ranks have other parameters (not checked). Add up their squares:
 
-        # parameters: on one of its two stages without a tied matrix
+        # parameters: of this stage. Leave a tied matrix out on one of its two stages
         square = norm_in_grid(parameters, [dp, tp]).square()
         dist.all_reduce(square, group=pp)                       # then .sqrt()"""
     parameters = list(parameters)
@@ -123,7 +126,7 @@ def check_data_group(p, data_group):
     ranks = set(dist.get_process_group_ranks(data_group))
     for cut_over in groups_cutting(p):
         if len(ranks.intersection(dist.get_process_group_ranks(cut_over))) > 1:
-            advice = "give a column, or for experts their replicas (data_group)"
+            advice = "give a column, or for experts their replicas (data_group; this rank alone?)"
             raise ValueError(f"a sum over {sorted(ranks)} would add different shards: {advice}")
 
 
@@ -169,7 +172,8 @@ def norm_of_parts(parts, groups, device, pipeline_group=None):
     return square.sqrt()
 
 
-# Then three classes. Each adds one thing to ZeRO's methods, and super() does the rest:
+# Then three classes. Each adds one thing to ZeRO's methods. super() goes from InGrid on to
+# HybridSharding, then to ZeRO:
 #
 #                        InGrid              HybridSharding        InPipeline, at the end
 #     kind_of            groups that sum p                         stages that use p
@@ -199,7 +203,7 @@ class InGrid:
     def finish(self):
         were_summed = self.state == "summed"
         super().finish()
-        if were_summed:  # partial sums, too: don't add them twice
+        if were_summed:  # called again, as by step() after grad_norm()
             return
         for bucket in self.trained_buckets:  # not in backward: stages would wait for each other
             for group in placed(bucket.parameters[0], "partial", ()):
@@ -226,7 +230,8 @@ class HybridSharding:
         node 0    rank 0: shard 0    rank 1: shard 1      node    0 1 | 2 3    (rows of a grid)
         node 1    rank 2: shard 0    rank 3: shard 1      across  0 2 | 1 3    (columns)
 
-    across, node = groups_along(-1, 2)
+    dp, tp = groups_along(-1, t)
+    across, node, _ = groups_along(-1, n, t)    # each node has n ranks of a column
     zero = ComposedZeRO(model, dp, 1, torch.optim.AdamW, hsdp={dp: (node, across)})
 
     hsdp    {group: (node, across)}, for the data-parallel group, and for that of experts. across:

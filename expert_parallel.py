@@ -48,7 +48,8 @@ def plain_dispatch(x, router_weights, chosen, experts, expert_count, group):
     expert, and the results (m, C) keep that order."""
     world = dist.get_world_size(group)
     if torch.is_grad_enabled() and not x.requires_grad:  # x comes from frozen layers
-        x = x.detach().requires_grad_()  # else this rank would not join the all-to-alls of backward
+        # Else a rank whose experts get no rows would not join the all-to-alls of backward
+        x = x.detach().requires_grad_()
     # Sort by expert, and so by rank. Each token makes k rows: choice i is of token i // k
     order = chosen.flatten().argsort(stable=True)  # (n k,)
     token_of_row = order // chosen.shape[1]
@@ -121,7 +122,8 @@ def shard_experts(parameter, group, data_group=None):
     experts that are modules write it yourself: docs/use/two-techniques.md.
 
     data_group: the ranks that hold the same experts, if data parallelism has more ranks than
-    `group`. Their gradients must be summed over it. ("data" tells DDP and ZeRO, too.)"""
+    `group`. Their gradients must be summed over it: "data" tells DDP and ZeRO. (These need a group
+    of this rank alone where there are no replicas.)"""
     group = group or dist.group.WORLD
     rank = dist.get_rank(group)
     sizes = experts_of_ranks(len(parameter), dist.get_world_size(group))
@@ -142,8 +144,8 @@ def groups_splitting(parameter):
 
 def sum_replicated_gradients(parameters, group):
     """Sum the gradients of all parameters that are not split over the group, in one all-reduce.
-    Call it once a step, after the last backward pass; then with the data_group, if there is one:
-    over that experts are replicated, too."""
+    Call it once a step, after the last backward pass. With a data_group call it a second time, over
+    that: it has replicas of experts and of all else."""
     group = group or dist.group.WORLD
     replicated = [p for p in parameters if p.requires_grad and group not in groups_splitting(p)]
     if not replicated:
