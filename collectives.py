@@ -41,8 +41,9 @@ import torch.distributed as dist
 def plain_ring_all_reduce(x, group=None):
     """Sum x over the group, in place. x is contiguous.
 
-    To try it, on every rank, in the place of dist.all_reduce:
+    To try it, on every rank, in the place of dist.all_reduce. All start with equal weights:
 
+        optimizer.zero_grad()
         loss = cross_entropy(model(x), y, reduction="sum") / target_count  # of all ranks
         loss.backward()
         for p in model.parameters():

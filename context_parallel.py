@@ -150,7 +150,7 @@ class Ring(GroupModule):
         x = shard_sequence(tokens, held)                # (B, T) -> (B, T')
         y = shard_sequence(targets, held, fill=-100)    # targets are shifted before the cut
         logits = model(x, held.clamp(max=T - 1))        # padding needs some position, too
-        target_count = (targets != -100).sum()          # of all micro-batches, before the cut
+        target_count = (targets != -100).sum()          # before the cut, of all micro-batches
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum")
         (loss / target_count).backward()
         for p in model.parameters():                    # after the last micro-batch

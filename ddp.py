@@ -46,10 +46,10 @@ def sum_gradients(parameters, group):
             sum_gradients(model.parameters(), group)           # p.grad is the batch's gradient
             optimizer.step()                                   # the same step on every rank
 
-    target_count: over all micro-batches of all ranks. With equal ones this is y.numel() x their
-    number x N; else all-reduce it. Nothing checks that you keep to this order: DDP does. Buffers,
-    such as BatchNorm's, are not synchronized. If another kind of parallelism has split parameters,
-    use DDP, which sums each gradient over the right ranks."""
+    target_count: over all micro-batches of all ranks. If all have the same size, it is y.numel() x
+    a rank's micro-batches x N; else all-reduce each rank's count. Nothing checks that you keep to
+    this order: DDP does. Buffers, such as BatchNorm's, are not synchronized. If another kind of
+    parallelism has split parameters, use DDP, which sums each gradient over the right ranks."""
     for p in parameters:
         if p.requires_grad:
             if p.grad is None:  # this rank's rows did not use p, but other ranks wait for its part

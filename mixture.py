@@ -16,10 +16,13 @@ bias_rate     step of a bias, added to the scores for the choice only. After eac
               where the load was low (Wang et al. 2024, arXiv:2408.15664)
 
     model = GPT(Config(experts=8, balance_loss=0.01, bias_rate=0.001))
-    # Of a batch in pieces give each the whole's target_count. Never scale the loss: see AddLoss
     model(x, targets=y).backward()
     optimizer.step()
     rebalance(model)  # once a step, for the bias
+
+Without targets or a target_count all three are off. With gradient accumulation pass the whole
+batch's target_count with each piece. Scaling the loss instead would not scale the other two:
+see AddLoss.
 
 Shazeer et al. 2017, Sparsely-gated mixture of experts, arXiv:1701.06538.
 """

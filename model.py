@@ -134,11 +134,12 @@ class GPT(nn.Module):
         x             tokens (B, T), or activations (B, T, C) if this stage has no embedding
         positions     (T,), by default arange(T)
         targets       (B, T)
-        target_count  see CrossEntropy. By default the number of valid `targets`
+        target_count  see CrossEntropy. By default the number of valid `targets`. Without both a
+                      mixture's load is not balanced
         sample_ids    (B,), a number per row, unique in the whole run: the same number, the same
                       dropout. They alone switch it on: train() and eval() don't
-        starts        of the whole sequence, even if x is a piece, on the host: where each token's
-                      document begins. Attention and positions stay within it"""
+        starts        (B, T), on the host, of whole sequences, even if x is a piece: where each
+                      token's document begins, as 0 0 0 3 3. Attention and positions stay within"""
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
         if target_count is None and targets is not None:
