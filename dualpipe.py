@@ -13,9 +13,8 @@ stage, the one nearer the loss:
     rank 0   F0 F1 F2 F0' I0' W0' F1' (F3 B1') (F2' B0) B2' (F3' B1) B3' I2 W2 I3 W3
     rank 1   F0 F0' F1 F1' (F2 B0') (F2' B0) (F3 B1') (F3' B1) B2' B2 I3' I3 W3' W3
 
-This is DualPipeV: DeepSeek's DualPipe, where each stage is on two ranks, folded at its middle, so
-that each is on one. A rank holds a stage near the pipeline's start and one near its end: a forward
-of one and a backward of the other can be a pair.
+This is DualPipeV: DeepSeek's DualPipe, folded at its middle, so that each stage is on one rank, not
+on two. A rank holds an early and a late one: a forward of one and a backward of the other pair.
 
 Order     A pair is two threads, of which one runs at a time. Before a thread waits for a message
           it calls turn(), and the other runs. The program decides which, not time: all ranks send
