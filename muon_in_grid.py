@@ -37,7 +37,8 @@ class ShardedMuon(PlainMuon):
 
         optimizer = ShardedMuon(matrices, lr=1e-3)  # after tensor_parallel.py has cut the model
         optimizer.step()                            # tensor parallelism alone
-        step_by_owner(optimizer, adamw, dp)         # or in a grid; dp: a column. muon.py has it
+        # or in a grid, where no p.placement has "partial" or "data" (ComposedMuon knows them)
+        step_by_owner(optimizer, adamw, dp)    # dp: a column. muon.py has it
 
     The rest as with PlainMuon."""
 
