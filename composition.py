@@ -95,8 +95,8 @@ def groups_cutting(p):
 def norm_in_grid(parameters, groups):
     """The norm of the whole gradient, a float64 scalar, the same on all ranks. groups: all
     dimensions of the grid in which ranks have shards or copies of the same parameters, [dp, tp]:
-    dp, too, because experts may be cut over it.
-    Not a pipeline's: its ranks have other parameters (not checked). Add up their squares:
+    dp, too, because experts may be cut over it. Not a pipeline's, whose ranks have other parameters
+    (not checked). Add up their squares:
 
         # parameters: of this stage. Leave a tied matrix out on one of its two stages
         square = norm_in_grid(parameters, [dp, tp]).square()
@@ -126,7 +126,7 @@ def check_data_group(p, data_group):
     ranks = set(dist.get_process_group_ranks(data_group))
     for cut_over in groups_cutting(p):
         if len(ranks.intersection(dist.get_process_group_ranks(cut_over))) > 1:
-            advice = "give a column, or for experts their replicas (data_group; this rank alone?)"
+            advice = "give a column; for experts data_group, their replicas or this rank alone"
             raise ValueError(f"a sum over {sorted(ranks)} would add different shards: {advice}")
 
 

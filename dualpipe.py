@@ -14,7 +14,7 @@ stage, the one nearer the loss:
     rank 1   F0 F0' F1 F1' (F2 B0') (F2' B0) (F3 B1') (F3' B1) B2' B2 I3' I3 W3' W3
 
 This is DualPipeV: DeepSeek's DualPipe, folded at its middle, so that each stage is on one rank, not
-on two. A rank holds an early and a late one: a forward of one and a backward of the other pair.
+on two. A rank holds an early and a late stage: a forward of one pairs with a backward of the other.
 
 Order     A pair is two threads, of which one runs at a time. Before a thread waits for a message
           it calls turn(), and the other runs. The program decides which, not time: all ranks send
