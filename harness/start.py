@@ -213,13 +213,13 @@ def one_rank(work, args):
     store, seconds = None, getattr(args, "timeout", 600)
     try:
         share_cores(me.local_world, args.backend)
+        store = join(me, seconds)
         device = torch.device("cpu")
         if args.device == "cuda":
             device = torch.device("cuda", me.local_rank % torch.cuda.device_count())
             set_device(device)
             if args.backend == "gloo":
                 host_messages.install()
-        store = join(me, seconds)
         # The backend's own time-out names nobody: it comes later than that of missing.py
         later = datetime.timedelta(seconds=seconds + 60)
         store.set_timeout(later)
@@ -237,8 +237,8 @@ def one_rank(work, args):
         dist.destroy_process_group()
         return code
     except Refused as e:
-        if e.alone and not missing.is_first_failure(store):
-            e.speaker = None  # another rank has said it
+        if e.alone:  # the first to fail says it for all
+            e.speaker = me.rank if missing.is_first_failure(store) else None
         return refuse(e, me.rank)
     except BrokenPipeError:
         return NOBODY_READS
@@ -252,7 +252,7 @@ def set_device(device):
         torch.cuda.set_device(device)
     except (RuntimeError, AssertionError) as e:
         reason = str(e).split("\n")[0].split(". ")[0]  # nccl and CUDA say several lines
-        raise Refused(f"{device} can't be used ({reason}): --device cpu does without") from e
+        raise Refused(f"{device} can't be used ({reason}): use --device cpu", alone=True) from e
 
 
 def share_cores(local_world, backend):

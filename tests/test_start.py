@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import traceback
+from unittest import mock
 
 import pytest
 import torch
@@ -69,22 +70,18 @@ def test_as_many_ranks_as_gpus(monkeypatch):
         assert "share a GPU by --backend gloo" in said
 
 
-def test_a_gpu_that_its_driver_cannot_use(monkeypatch, capsys):
+def test_a_gpu_that_only_rank_1_cannot_use(monkeypatch, capsys, tmp_path):
     why = "The NVIDIA driver on your system is too old (found version 11040). Please update it"
-
-    def set_device(device):
-        raise RuntimeError(why)
-
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    monkeypatch.setattr(torch.cuda, "set_device", mock.Mock(side_effect=RuntimeError(why)))
     # Forked ranks hang in a pool of threads that this process has begun
     monkeypatch.setattr(start, "share_cores", lambda *_: None)
     args = argparse.Namespace(device="cuda", backend="nccl")
-    assert start.one_rank(lambda *_: 0, args) == 2
-    assert capsys.readouterr().err.endswith(
-        "cuda:0 can't be used (The NVIDIA driver on your system is too old (found version 11040)): "
-        "--device cpu does without\n"
-    )
+    rank_1 = {"RANK": "1", "WORLD_SIZE": "2", "STORE_FILE": str(tmp_path / "store")}
+    with mock.patch.dict(os.environ, rank_1):
+        assert start.one_rank(lambda *_: 0, args) == 2
+    said = capsys.readouterr().err
+    assert said.endswith(f"cuda:0 can't be used ({why[:-18]}): use --device cpu\n")
 
 
 def test_under_torchrun(tmp_path):
