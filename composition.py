@@ -5,7 +5,7 @@
     dp 1        2       3      a column  data parallelism: the same shards, other data
 
 Order     First a technique cuts the model: its tensors, its experts or its layers. Then data
-          parallelism (DDP, ZeRO, FSDP) takes a rank's shards as the model of its column.
+          parallelism takes a rank's shards as the model of its column.
 Sum       A gradient is summed over the ranks that have the same shard and saw other data: over a
           column. There are two exceptions, which a parameter's p.placement names: experts, and
           parameters that saw a part of the tokens.
@@ -14,16 +14,15 @@ Norm      Every element counts once. A rank squares its part of each gradient an
           pipeline.
 Sent      As by each alone, but data parallelism sends only a rank's shards. For the norm 8 bytes
           per group. What sends most goes into the rows, on neighbours in a node: here tp.
-Use       docs/use/two-techniques.md has the loop for each pair, and one for three techniques.
-Copy      The plain form with its checks stands alone, up to the classes. These need the tops of
-          zero.py and fsdp.py, too.
+Use       docs/use/two-techniques.md has the loop for each pair, and one for three techniques. All
+          sums here wait for the end of backward: ddp.py, zero_in_grid.py and muon_in_grid.py
+          hide them.
 
-    torchrun --nproc_per_node=4 composition.py --tp 2        python composition.py --tp 2 --zero 2
+    torchrun --nproc_per_node=4 composition.py --tp 2        python composition.py --nproc 8 --tp 4
 
-Narayanan et al. 2021, arXiv:2104.04473. Zhao et al. 2023 (hybrid sharding), arXiv:2304.11277.
+Narayanan et al. 2021, arXiv:2104.04473, section 3.
 """
 
-import contextlib
 import math
 
 import torch
@@ -57,8 +56,7 @@ def sum_in_grid(parameters, data_group):
             optimizer.step()
 
     If the head is split too, take VocabParallelCrossEntropy, of tensor_parallel.py. A parameter
-    that no rank used gets zeros, so weight decay moves it. All sums wait for the end of backward:
-    DDP and the classes below overlap them."""
+    that no rank used gets zeros, so weight decay moves it."""
     for p in parameters:
         if p.requires_grad:
             replicas = placed(p, "data", data_group)
@@ -119,7 +117,34 @@ def count_ranks(groups):
     return math.prod(dist.get_world_size(group) for group in groups)
 
 
-# --- the plain form's mistakes that would be silent: refused
+# --- the same norm for optimizers that leave a rank a part of each gradient, and for a pipeline
+
+
+def norm_of_parts(parts, groups, device, pipeline_group=None):
+    """norm_in_grid with three changes. ZeRO leaves a rank a shard of each gradient. The stages of a
+    pipeline add up. Gradients with equally many copies are squared together, in few kernels. For
+    zero_in_grid.py, muon_in_grid.py and train.py.
+
+    parts    [(parameter, what this rank has of its gradient, into how many shards it is split)]"""
+    check_grid([p for p, _, _ in parts], groups)
+    gradients = {}  # {number of ranks that have the same part: gradients}
+    for p, gradient, shards in parts:
+        copies = count_ranks(groups) / count_ranks(groups_cutting(p)) / shards
+        for group in placed(p, "partial", ()):
+            if pipeline_group is not None and is_within(group, pipeline_group):
+                copies *= dist.get_world_size(group)  # a tied matrix: two stages have its sum
+        gradients.setdefault(copies, []).append(gradient)
+    square = torch.zeros((), dtype=torch.float64, device=device)
+    for copies, equal in gradients.items():
+        norms = torch.stack(torch._foreach_norm(equal, dtype=torch.float64))
+        square += norms.square().sum() / copies
+    for group in groups if pipeline_group is None else [*groups, pipeline_group]:
+        if dist.get_world_size(group) > 1:
+            dist.all_reduce(square, group=group)
+    return square.sqrt()
+
+
+# --- mistakes that would be silent: refused
 
 
 def check_data_group(p, data_group):
@@ -146,230 +171,14 @@ def is_within(inner, outer):
     return ranks.issubset(dist.get_process_group_ranks(outer))
 
 
-# --- ZeRO and FSDP in a grid. First the norm
-
-
-def norm_of_parts(parts, groups, device, pipeline_group=None):
-    """norm_in_grid with three changes. ZeRO leaves a rank a shard of each gradient. The stages of a
-    pipeline add up. Gradients with equally many copies are squared together, in few kernels.
-
-    parts    [(parameter, what this rank has of its gradient, into how many shards it is split)]"""
-    check_grid([p for p, _, _ in parts], groups)
-    gradients = {}  # {number of ranks that have the same part: gradients}
-    for p, gradient, shards in parts:
-        copies = count_ranks(groups) / count_ranks(groups_cutting(p)) / shards
-        for group in placed(p, "partial", ()):
-            if pipeline_group is not None and is_within(group, pipeline_group):
-                copies *= dist.get_world_size(group)  # a tied matrix: two stages have its sum
-        gradients.setdefault(copies, []).append(gradient)
-    square = torch.zeros((), dtype=torch.float64, device=device)
-    for copies, equal in gradients.items():
-        norms = torch.stack(torch._foreach_norm(equal, dtype=torch.float64))
-        square += norms.square().sum() / copies
-    for group in groups if pipeline_group is None else [*groups, pipeline_group]:
-        if dist.get_world_size(group) > 1:
-            dist.all_reduce(square, group=group)
-    return square.sqrt()
-
-
-# Then three classes. Each adds one thing to ZeRO's methods. super() goes from InGrid on to
-# HybridSharding, then to ZeRO:
-#
-#                        InGrid              HybridSharding        InPipeline, at the end
-#     kind_of            groups that sum p                         stages that use p
-#     make_bucket        over its group      over its node only    passes of its stages
-#     buckets_of_pass                                              of the running stage
-#     shard_is_summed                        then over replicas
-#     finish             then partial sums   waits for replicas
-
-from fsdp import FSDP
-from zero import ZeRO
-
-
-class InGrid:
-    """ZeRO for a model that another technique has cut: it reads p.placement."""
-
-    takes_shards = True  # ZeRO alone refuses parameters with a placement
-
-    def kind_of(self, p):  # a bucket's parameters are all summed over the same groups
-        data_group = placed(p, "data", self.group)
-        check_data_group(p, data_group)
-        return *super().kind_of(p), data_group, tuple(placed(p, "partial", ()))
-
-    def make_bucket(self, parameters, **options):
-        data_group = placed(parameters[0], "data", self.group)
-        return super().make_bucket(parameters, group=data_group, **options)
-
-    def finish(self):
-        were_summed = self.state == "summed"
-        super().finish()
-        if were_summed:  # called again, as by step() after grad_norm()
-            return
-        for bucket in self.trained_buckets:  # not in backward: stages would wait for each other
-            for group in placed(bucket.parameters[0], "partial", ()):
-                dist.all_reduce(bucket.gradient_shard, group=group)
-
-    def grad_norm(self, groups=(), pipeline_group=None):
-        """groups: those of the grid beside ZeRO's own, as [tp]. pipeline_group: the ranks with the
-        other stages of a pipeline. Nothing notices if you leave it out, or put it in groups."""
-        self.finish()
-        parts = []
-        for bucket in self.trained_buckets:
-            for i, p in enumerate(bucket.parameters):
-                parts.append((p, bucket.part_of(i, bucket.gradient_shard), bucket.ranks))
-        device = next(self.model.parameters()).device  # a frozen stage has no part
-        return norm_of_parts(parts, [self.group, *groups], device, pipeline_group)
-
-
-class HybridSharding:
-    """HSDP: each node holds a whole replica of the states, split over its own ranks. So the weights
-    are gathered inside nodes only. Gradients are summed twice: reduce-scattered inside a node, then
-    each shard all-reduced with its replicas on the other nodes. It needs InGrid, whose norm counts
-    replicas once.
-
-        node 0    rank 0: shard 0    rank 1: shard 1      node    0 1 | 2 3    (rows of a grid)
-        node 1    rank 2: shard 0    rank 3: shard 1      across  0 2 | 1 3    (columns)
-
-    dp, tp = groups_along(-1, t)
-    across, node, _ = groups_along(-1, n, t)    # each node has n ranks of a column
-    zero = ComposedZeRO(model, dp, 1, torch.optim.AdamW, hsdp={dp: (node, across)})
-
-    hsdp    {group: (node, across)}, for the data-parallel group, and for that of experts. across:
-            None if there is one node. A group that is missing here is split as a whole. zero.py
-            --shard-ranks 2 shows it"""
-
-    def __init__(self, model, group, *arguments, hsdp=None, **options):
-        self.hsdp = hsdp or {}
-        self.replica_sums = []  # on their way
-        check_hsdp(self.hsdp)
-        super().__init__(model, group, *arguments, **options)
-
-    def make_bucket(self, parameters, group, **options):
-        node, across = self.hsdp.get(group, (group, None))
-        bucket = super().make_bucket(parameters, group=node, **options)
-        bucket.replica_group = across
-        return bucket
-
-    def shard_is_summed(self, bucket):  # over the node
-        if bucket.replica_group is not None and bucket.passes_left == 0:
-            options = dict(group=bucket.replica_group, async_op=True)
-            self.replica_sums.append(dist.all_reduce(bucket.gradient_shard, **options))
-
-    def finish(self):
-        super().finish()
-        while self.replica_sums:
-            self.replica_sums.pop().wait()
-
-
-class ComposedZeRO(InGrid, HybridSharding, ZeRO):
-    """ZeRO in a grid. The loop and the other arguments are ZeRO's, but for the norm:
-
-        zero = ComposedZeRO(model, dp, 1, torch.optim.AdamW, microbatches=2)
-        norm = zero.grad_norm([tp])    # with a pipeline: ([tp], pp)
-
-    For several stages on a rank see ZeROInPipeline."""
-
-
-class ComposedFSDP(InGrid, HybridSharding, FSDP):
-    """FSDP in a grid, as ComposedZeRO."""
-
-
-# --- only where a rank has several stages of a pipeline, or a backward in two parts
-
-
-class InPipeline:
-    """ZeRO's backward pass fills all buckets. Here it is one stage's, and fills the buckets of that
-    stage. Pipeline(..., around=zero.around) says which. pipeline_stages: {stage: its module}."""
-
-    def __init__(self, model, group, *arguments, pipeline_stages=None, **options):
-        self.pipeline_stages = pipeline_stages or {None: model}
-        self.action = None  # what the pipeline is running
-        self.stages_of = dict.fromkeys(model.parameters(), ())  # a tied matrix may have two
-        for stage, part in self.pipeline_stages.items():
-            for p in part.parameters():
-                self.stages_of[p] += (stage,)
-        super().__init__(model, group, *arguments, **options)
-        del self.stages_of  # ZeRO has put new parameters into the model
-
-    @contextlib.contextmanager
-    def around(self, action):
-        """The pipeline enters it for each action that it runs."""
-        self.action = action
-        yield
-        self.action = None
-
-    def kind_of(self, p):
-        return *super().kind_of(p), self.stages_of[p]
-
-    def make_bucket(self, parameters, **options):
-        stages = self.stages_of[parameters[0]]  # each has backward passes of its own
-        passes = self.microbatches * len(stages)
-        bucket = super().make_bucket(parameters, passes=passes, **options)
-        bucket.pipeline_stages = stages
-        return bucket
-
-    def buckets_of_pass(self):
-        buckets = super().buckets_of_pass()
-        if self.action is None:
-            return buckets
-        return [b for b in buckets if self.action.stage in b.pipeline_stages]
-
-    def _reduce_ready(self, anyway=()):
-        # zero_bubble.py has backward in two parts: in "I" few weights get a gradient. Wait for "W"
-        if self.action is None or self.action.kind != "I":
-            super()._reduce_ready(anyway)
-
-    # FSDP only: the next unit is one of the same stage
-
-    def make_units(self, model, units):
-        self.units_of_stage = {}
-        for stage, part in self.pipeline_stages.items():
-            own = None if units is None else [m for m in units if m in set(part.modules())]
-            self.units_of_stage[stage] = super().make_units(part, own)
-        return sum(self.units_of_stage.values(), [])
-
-    def running_units(self):
-        # Another stage's unit may still be between its forward and its backward
-        return self.units if self.action is None else self.units_of_stage[self.action.stage]
-
-
-class ZeROInPipeline(InPipeline, ComposedZeRO):
-    """The arguments of both."""
-
-
-class FSDPInPipeline(InPipeline, ComposedFSDP):
-    """The same for FSDP."""
-
-
-# --- mistakes that would be silent: refused
-
-
-def check_hsdp(hsdp):
-    """Else some gradients are not summed, or those of different shards are."""
-    for group, (node, across) in hsdp.items():
-        here = dist.get_rank(node), dist.get_world_size(node), is_within(node, group)
-        found = [here]
-        if across is not None:
-            found = [None] * dist.get_world_size(across)
-            dist.all_gather_object(found, here, group=across)
-        nodes = dist.get_world_size(group) // dist.get_world_size(node)
-        if len(found) != nodes or len(set(found)) > 1 or not is_within(node, group):
-            advice = "node, and across: one rank of each node, with the same shard"
-            raise ValueError(f"hsdp needs {advice}, all of the group")
-
-
 # --- demo ---
-
-import functools
 
 import harness
 import proof
 import receipts.ddp
 import receipts.tensor_parallel
-import receipts.zero
 import tensor_parallel
-from harness import zero_flags
-from receipts.formulas import Group, add, scatter_operation, sizes_of
+from receipts.formulas import Group, add, sizes_of
 
 
 def flags():
@@ -377,10 +186,6 @@ def flags():
     g = parser.add_argument_group("the grid")
     why = "ranks of a row, for tensor parallelism (default: 2)"
     g.add_argument("--tp", **harness.POSITIVE, help=why)
-    why = "stage of ZeRO in the columns, 3: FSDP (default: the plain form)"
-    g.add_argument("--zero", type=int, choices=range(4), help=why)
-    parser.set_defaults(bucket_mb=0.5, reduce_once=False, keep_gathered=False, offload=False)
-    parser.set_defaults(param_dtype=None, reduce_dtype=None)
     return parser
 
 
@@ -388,7 +193,7 @@ def main():
     launch(flags().parse_args(), demo)
 
 
-def launch(args, demo):
+def launch(args, demo, check_column=lambda ranks: None):
     config = harness.configure(args)
 
     def check(world):
@@ -397,6 +202,7 @@ def launch(args, demo):
             raise harness.Refused(f"--tp {args.tp} does not divide {world} ranks: give a divisor")
         tensor_parallel.check_heads(config, args.tp)
         harness.check_batch(args, world // args.tp)
+        check_column(world // args.tp)
 
     proof.launch(demo, args, check=check)
 
@@ -406,25 +212,9 @@ def demo(run):
     dp, tp = groups_along(-1, args.tp)
     run.groups(dp=dp, tp=tp)  # names for the receipt
     # First tensor parallelism cuts the model. Data parallelism then takes the shards as they are
-    model = tensor_parallel.parallelize_tensors(run.meta_model(), tp)
-    layout, group = {"dp": dp.size(), "tp": args.tp}, Group("dp", dp.size(), dp.rank())
-    sizes = sizes_of(args, run.config, dp.size())
-    tensors, held = receipts.tensor_parallel.expected(sizes, Group("tp", args.tp))
-    if args.zero is None:
-        train_plainly(run, run.fill(model), tp, dp)
-        data, _ = receipts.ddp.expected(sizes, group, scalars=2)
-    else:
-        layout["zero"] = args.zero
-        train(run, model, make_zero(run, model, dp), tp, dp)
-        passes = [("F", 0), ("B", 0)] * args.microbatches
-        how = scatter_operation(dp), passes, [receipts.zero.Split(group)]
-        data, held = receipts.zero.expected(sizes, group, args.zero, args, *how)
-    return run.receipt(layout, add(tensors, data), held)
-
-
-def train_plainly(run, model, tp, dp):
+    model = run.fill(tensor_parallel.parallelize_tensors(run.meta_model(), tp))
     parameters = list(model.parameters())
-    optimizer = harness.make_optimizer(parameters, run.args)
+    optimizer = harness.make_optimizer(parameters, args)
     for step in run.steps(optimizer):
         optimizer.zero_grad(set_to_none=False)  # gradients stay in memory: the receipt counts them
         loss = run.zero()
@@ -438,37 +228,13 @@ def train_plainly(run, model, tp, dp):
         sum_in_grid(parameters, dp)
         norm = norm_in_grid(parameters, [dp, tp])
         run.check(loss, norm, model.named)
-        harness.clip(parameters, norm, run.args.grad_clip)
+        harness.clip(parameters, norm, args.grad_clip)
         optimizer.step()
         run.log()
-
-
-def make_zero(run, model, dp):
-    """ComposedZeRO or ComposedFSDP in the columns. It fills the model with weights."""
-    args = run.args
-    options = zero_flags.options(run, model, args.zero)
-    options["microbatches"] = args.microbatches
-    options["make_optimizer"] = functools.partial(harness.make_optimizer, args=args)
-    if args.zero == 3:
-        return ComposedFSDP(model, dp, **options)
-    return ComposedZeRO(model, dp, args.zero, **options)
-
-
-def train(run, model, composed, tp, dp):
-    """The loop above for ComposedZeRO and ComposedFSDP, and for muon_in_grid.py's ComposedMuon."""
-    for step in run.steps(composed):
-        composed.zero_grad()
-        loss = run.zero()
-        for tokens, targets, samples in run.microbatches(step, dp.rank(), dp.size()):
-            part = model(tokens, targets=targets, target_count=run.target_count, sample_ids=samples)
-            part.backward()
-            loss += part.detach()
-        dist.all_reduce(loss, group=dp)
-        norm = composed.grad_norm([tp])
-        run.check(loss, norm, lambda: composed.gather_full(model.named()))
-        composed.clip(norm, run.args.grad_clip)
-        composed.step()
-        run.log()
+    sizes, group = sizes_of(args, run.config, dp.size()), Group("dp", dp.size(), dp.rank())
+    tensors, held = receipts.tensor_parallel.expected(sizes, Group("tp", args.tp))
+    data, _ = receipts.ddp.expected(sizes, group, scalars=2)
+    return run.receipt({"dp": dp.size(), "tp": args.tp}, add(tensors, data), held)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ Use       Where the weights don't fit, and a micro-batch has thousands of tokens
 Limits    A unit runs once per forward, or it is an error. Ranks run the same units in one order, or
           they hang or gather the wrong weights.
 Copy      PlainFSDP alone, with zero.py's two names of collectives, or all with the top of zero.py.
-          composition.py has HSDP.
+          zero_in_grid.py has HSDP.
 
     torchrun --nproc_per_node=4 fsdp.py                         python fsdp.py --keep-gathered
 
@@ -272,7 +272,7 @@ class FSDP(ZeRO):
         self.held, self.unit_in_backward = (), None
         self.done.clear()
 
-    def running_units(self):  # composition.py: those of one pipeline stage
+    def running_units(self):  # zero_in_grid.py: those of one pipeline stage
         return self.units
 
     def update_weights(self, buckets=None):
@@ -332,7 +332,7 @@ from harness import zero_flags
 def main():
     parser = harness.parser(__doc__)
     g = parser.add_argument_group("FSDP")
-    zero_flags.add_flags(g, bucket_mb=None, ranks_flag="--shard-ranks")
+    zero_flags.add_flags(g, bucket_mb=None)
     parser.set_defaults(stage=3)
     args = parser.parse_args()
     harness.configure(args)
@@ -340,18 +340,13 @@ def main():
 
 
 def demo(run):
-    import composition  # for --shard-ranks. It imports this file: not above
-
     args = run.args
-    group, hsdp = zero_flags.make_groups(run)
+    run.groups(dp=dist.group.WORLD)  # its name in the receipt
     model = run.meta_model()  # FSDP fills it with weights, a unit at a time
     options = zero_flags.options(run, model, stage=3)
     options["make_optimizer"] = partial(harness.make_optimizer, args=args)
     options["microbatches"] = args.microbatches
-    if hsdp:
-        fsdp = composition.ComposedFSDP(model, group, hsdp=hsdp, **options)
-    else:
-        fsdp = FSDP(model, group, **options)
+    fsdp = FSDP(model, dist.group.WORLD, **options)
     return zero.train(run, model, fsdp)  # the loop in FSDP's docstring
 
 

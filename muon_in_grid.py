@@ -13,7 +13,7 @@ Computed  t owners iterate on the same matrix. An all-to-all in place of the all
 Cuts      Only a cut through matrices needs the all-gather. A rank's heads of q, k and v are whole
           matrices, and so are its experts.
 Norm      As in composition.py, where what an owner has counts as a ZeRO shard does.
-Copy      The top of muon.py, and composition.py's up to its classes.
+Copy      The tops of muon.py and composition.py.
 
     torchrun --nproc_per_node=4 muon_in_grid.py --tp 2     python train.py --tp 2 --optimizer muon
 
@@ -116,7 +116,7 @@ class ComposedMuon(Muon):
                     dist.all_reduce(bucket.own_gradient, group=group)
 
     def grad_norm(self, groups=(), pipeline_group=None):
-        """As of InGrid in composition.py: groups are those of the grid beside Muon's own, [tp]."""
+        """As of InGrid in zero_in_grid.py: groups are those of the grid beside Muon's own, [tp]."""
         self.finish()
         parts = []
         for bucket in self.buckets:
@@ -135,6 +135,7 @@ import harness
 import receipts.muon
 import receipts.tensor_parallel
 import tensor_parallel
+import zero_in_grid
 from receipts.formulas import Group, add, sizes_of
 
 
@@ -161,7 +162,7 @@ def demo(run):
     muon = ComposedMuon(model, dp, matrices, **options)
     # --prove repeats the run on one process: PlainMuon for the matrices, AdamW for the rest
     run.make_optimizer = receipts.muon.one_process(PlainMuon)
-    composition.train(run, model, muon, tp, dp)
+    zero_in_grid.train(run, model, muon, tp, dp)
 
     sizes = sizes_of(args, run.config, dp.size())
     groups = {"dp": Group("dp", dp.size()), "tp": Group("tp", args.tp)}

@@ -57,6 +57,7 @@ import sequence_parallel
 import tensor_overlap
 import tensor_parallel
 import zero
+import zero_in_grid
 from harness import initialize, zero_flags
 from simulator import command
 from trainer import islands, layout, pretrained, recording, sampling, saving, tracking, validation
@@ -254,8 +255,8 @@ def data_parallel(run, model, groups):
         **zero_flags.options(run, model, args.zero, draw),
     )
     if args.zero == 3:
-        return composition.FSDPInPipeline(model, dp, **options)
-    sharded = composition.ZeROInPipeline(model, dp, args.zero, **options)
+        return zero_in_grid.FSDPInPipeline(model, dp, **options)
+    sharded = zero_in_grid.ZeROInPipeline(model, dp, args.zero, **options)
     # Overlap: a unit waits for its new weights in its forward. Islands read all of them before
     if args.islands == 1:
         units = [unit for part in stages.values() for unit in fsdp.default_units(part)]

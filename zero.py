@@ -412,7 +412,7 @@ class ZeRO:
     def param_groups(self):
         return self.optimizer.param_groups  # for learning rates
 
-    # --- what fsdp.py and composition.py override
+    # --- what fsdp.py and zero_in_grid.py override
 
     takes_shards = False  # whether another technique may have cut the model
 
@@ -536,7 +536,7 @@ def check_zero_arguments(zero):
         advice = "take AdamW or SGD; for Muon muon.py"
         raise ValueError(f"{kind} needs whole matrices, ZeRO has pieces of them: {advice}")
     if not zero.takes_shards and any(hasattr(p, "placement") for p in zero.model.parameters()):
-        advice = "take ComposedZeRO or ComposedFSDP, of composition.py"
+        advice = "take ComposedZeRO or ComposedFSDP, of zero_in_grid.py"
         raise ValueError(f"another technique has cut the model, which the norm must know: {advice}")
 
 
@@ -586,7 +586,7 @@ def flags():
     g = parser.add_argument_group("ZeRO")
     why = "split: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too: fsdp.py"
     g.add_argument("--stage", type=int, choices=range(4), default=2, help=why)
-    zero_flags.add_flags(g, bucket_mb=0.5, ranks_flag="--shard-ranks")
+    zero_flags.add_flags(g, bucket_mb=0.5)
     why = "train nothing: the largest model that fits 80 GB on 64 ranks, in each stage"
     g.add_argument("--fit", action="store_true", help=why)
     return parser
@@ -601,21 +601,17 @@ def main():
 
 
 def demo(run):
-    import composition  # for --shard-ranks; fsdp for --stage 3. They import this file: not above
-    import fsdp
+    import fsdp  # it imports this file: not above
 
     args = run.args
     if args.stage == 3:
         return fsdp.demo(run)
-    group, hsdp = zero_flags.make_groups(run)
+    run.groups(dp=dist.group.WORLD)  # its name in the receipt
     model = run.meta_model()  # ZeRO fills it with weights, a bucket at a time
     options = zero_flags.options(run, model, args.stage)
     options["make_optimizer"] = functools.partial(harness.make_optimizer, args=args)
     options["microbatches"] = args.microbatches
-    if hsdp:
-        zero = composition.ComposedZeRO(model, group, args.stage, hsdp=hsdp, **options)
-    else:
-        zero = ZeRO(model, group, args.stage, **options)
+    zero = ZeRO(model, dist.group.WORLD, args.stage, **options)
     return train(run, model, zero)
 
 

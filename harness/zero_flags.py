@@ -8,11 +8,12 @@ from harness.flags import DTYPE, DTYPES, MEGABYTES, check_batch, count, flag_of
 from harness.refusal import Refused
 
 
-def add_flags(group, bucket_mb, ranks_flag):
+def add_flags(group, bucket_mb, ranks_flag=None):
     """bucket_mb: the default of --bucket-mb; None: no such flag. ranks_flag: what the script calls
     the size of a group that splits a copy."""
-    why = "ZeRO within groups of N ranks, such as a node, and copies across them (HSDP)"
-    group.add_argument(ranks_flag, type=count(2), metavar="N", help=why)
+    if ranks_flag is not None:
+        why = "ZeRO within groups of N ranks, such as a node, and copies across them (HSDP)"
+        group.add_argument(ranks_flag, type=count(2), metavar="N", help=why)
     if bucket_mb is not None:
         why = "of a bucket: large ones send faster, small ones start earlier (FSDP, Muon: none)"
         group.add_argument("--bucket-mb", **MEGABYTES, default=bucket_mb, help=why)
@@ -47,13 +48,15 @@ def check_types(args):
 
 
 def check_world(args, world):
-    """Refuse what zero.py can't do on so many ranks, and flags that mean nothing in its stage."""
+    """Refuse what zero.py can't do on so many data-parallel ranks, and flags that mean nothing in
+    its stage."""
     for flag, stage in (("reduce_once", 2), ("keep_gathered", 3)):
         if getattr(args, flag) and args.stage < stage:
             problem = f"{flag_of(flag)} means nothing in stage {args.stage}"
             raise Refused(f"{problem}: use --stage {stage}")
     check_types(args)
-    check_ranks("--shard-ranks", args.shard_ranks, world, f"the {world} ranks", args.stage)
+    n = getattr(args, "shard_ranks", None)
+    check_ranks("--shard-ranks", n, world, f"the {world} data-parallel ranks", args.stage)
     check_batch(args, world)
 
 
@@ -80,16 +83,6 @@ def hsdp(groups):
             several = dist.get_world_size(across) > 1
             found[groups[data]] = groups[prefix + "inside"], across if several else None
     return found
-
-
-def make_groups(run):
-    """(the data-parallel ranks, the hsdp of ComposedZeRO), named in the receipt."""
-    groups, size = {"dp": dist.group.WORLD}, run.args.shard_ranks
-    if size is not None:
-        for name, rows in split_ranks(torch.arange(run.world), size).items():
-            groups[name], _ = dist.new_subgroups_by_enumeration(rows.tolist())
-    run.groups(**groups)
-    return groups["dp"], hsdp(groups)
 
 
 def options(run, model, stage, draw=initialize.draw):

@@ -202,18 +202,18 @@ def gathered(sizes, buckets, passes, reshard):
 # --- the demo's receipt
 
 
-def of_demo(run):
-    """(layout, sent, held) of the demo's receipt."""
-    args, stage = run.args, run.args.stage
-    sizes = sizes_of(args, run.config, run.world)
-    layout, group = {"dp": run.world, "zero": stage}, Group("dp", run.world, run.rank)
-    split, n = Split(group), args.shard_ranks
+def of_demo(run, dp=None, n=None):
+    """(layout, sent, held) of the demo's receipt. HSDP: n ranks of the dp group split a replica."""
+    args, stage, dp = run.args, run.args.stage, dp or dist.group.WORLD
+    sizes = sizes_of(args, run.config, dp.size())
+    layout, group = {"dp": dp.size(), "zero": stage}, Group("dp", dp.size(), dp.rank())
+    split = Split(group)
     if n:
         layout["shard-ranks"] = n
-        across = Group("across", run.world // n) if n < run.world else None
-        split = Split(Group("inside", n, run.rank % n), across)
+        across = Group("across", dp.size() // n) if n < dp.size() else None
+        split = Split(Group("inside", n, dp.rank() % n), across)
     passes = [("F", 0), ("B", 0)] * args.microbatches
-    given = sizes, group, stage, args, scatter_operation(dist.group.WORLD), passes, [split]
+    given = sizes, group, stage, args, scatter_operation(dp), passes, [split]
     sent, held = expected(*given, scalars=2 if stage else 1)  # in stage 0 a rank has the norm
     del held["activations_peak"]  # the measured peak has gradients that fill buckets, too
     if stage == 3:

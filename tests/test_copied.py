@@ -271,7 +271,7 @@ def assert_trained(named, whole, piece=lambda full, p: full):
         ("zero", "ZeRO", "torch", "AdamW"),
         ("zero fsdp", "FSDP", "torch", "AdamW"),
         ("muon", "Muon", "torch", "Muon"),
-        ("zero fsdp composition", "sum_in_grid", "torch", "AdamW"),
+        ("composition", "sum_in_grid", "torch", "AdamW"),
     ],
 )
 def test_usage_of_data_parallelism(copied, files, of, model, optimizer):

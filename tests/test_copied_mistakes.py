@@ -52,11 +52,13 @@ Muon(model, world, {[model[1].bias] | [weight] | [model[1].weight.detach()]})
 Muon(model, world, iter([]))  # no matrices
 setattr(model[1].weight, "placement", {}) or Muon(model, world, [model[1].weight])  # has cut
 """,
-    "zero fsdp composition": """
+    "zero fsdp composition zero_in_grid": """
 ComposedZeRO(model, world, 2, SGD, hsdp=dict([(world, {(world, world) | (alone(), None)})]))
     # one rank of each node, with the same
-norm_in_grid([shard_over(world)], [alone()])  # the norm lacks ranks of [0, 1]
 setattr(model[1].weight, "placement", {}) or ZeRO(model, world, 1, SGD)  # has cut the model
+""",
+    "composition": """
+norm_in_grid([shard_over(world)], [alone()])  # the norm lacks ranks of [0, 1]
 """,
     "tensor_parallel": """
 parallelize_tensors(three_heads, world)

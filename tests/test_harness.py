@@ -149,8 +149,8 @@ train --experts 4 --cp 2 --context 13 -> a multiple of 4$
 train --experts 4 --cp 2 --cp-kind ulysses --context 7 -> a multiple of 2$
 train --experts 4 --cp 2 --tp 4 --sp --context 25 -> a multiple of 8$
 train --experts 4 --tp 4 --sp --context 13 -> a multiple of 4$
-zero --stage 0 --shard-ranks 2 -> means nothing in stage 0, which splits nothing: leave it out
-zero --nproc 4 --shard-ranks 3 -> 3 does not divide the 4 ranks: give a divisor
+train --zero-ranks 2 --dp 2 -> means nothing in stage 0, which splits nothing: leave it out
+zero_in_grid --nproc 4 --tp 1 --shard-ranks 3 -> 3 does not divide the 4 data-parallel ranks: give
 composition --nproc 4 --tp 3 -> --tp 3 does not divide 4 ranks
 dualpipe --nproc 4 --experts 0 -> 0 experts are too few for 2 ranks
 train --optimizer muon --dp 2 --zero 2 -> --zero 2 does not go with --optimizer muon.*use --zero 1

@@ -12,12 +12,13 @@ from tops import in_one_file
 TECHNIQUES = ["collectives", "ddp", "parameter_server", "zero", "fsdp"]
 TECHNIQUES += ["tensor_parallel", "sequence_parallel", "tensor_overlap"]
 TECHNIQUES += ["pipeline", "zero_bubble", "dualpipe", "context_parallel", "packed_documents"]
-TECHNIQUES += ["expert_parallel", "muon", "diloco", "composition", "muon_in_grid"]
+TECHNIQUES += ["expert_parallel", "muon", "diloco", "composition", "zero_in_grid", "muon_in_grid"]
 # Lessons whose tops build on others
-BUILDS_ON = {"fsdp": ["zero"], "composition": ["zero", "fsdp"], "zero_bubble": ["pipeline"]}
+BUILDS_ON = {"fsdp": ["zero"], "zero_in_grid": ["zero", "fsdp", "composition"]}
 BUILDS_ON |= {"sequence_parallel": ["tensor_parallel"], "muon_in_grid": ["composition", "muon"]}
 BUILDS_ON |= {"tensor_overlap": ["sequence_parallel", "tensor_parallel"]}
 BUILDS_ON |= {"dualpipe": ["zero_bubble", "pipeline"], "packed_documents": ["context_parallel"]}
+BUILDS_ON["zero_bubble"] = ["pipeline"]
 OTHERS = ["README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff"]
 OTHERS += ["pyproject.toml", "requirements.txt", "requirements-dev.txt", ".gitignore", "mkdocs.yml"]
 CODE = ["harness", "proof", "receipts", "trainer", "simulator", "exercises", "benchmarks"]
@@ -62,7 +63,7 @@ CEILINGS = {
 DEMO = "# --- demo ---"
 # Demos that a lesson runs for another one, as `ddp.py --sync server`, and parts of demos
 HANDED_OVER = {"fsdp.demo", "zero.train", "parameter_server.demo", "pipeline.main"}
-HANDED_OVER |= {"composition.launch", "composition.train"}
+HANDED_OVER |= {"composition.launch", "zero_in_grid.train"}
 HANDED_OVER |= {"context_parallel.launch", "sequence_parallel.check_tokens"}
 
 

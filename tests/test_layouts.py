@@ -349,7 +349,7 @@ one bias left out: ddp:DDP.__init__
 ZeRO sums twice: zero:ZeRO.finish
     self.state = "summed" -> + [b.gradient_shard.mul_(2) for b in self.trained_buckets]
     gpt2 --dp 2 --zero 3 -> step 1, backward -> summed once too often, or not averaged, over dp (2)
-copies not summed: composition:HybridSharding.shard_is_summed
+copies not summed: zero_in_grid:HybridSharding.shard_is_summed
     replica_group is not None and -> replica_group is None and
     sgd --dp 4 --zero 2 --zero-ranks 2 -> step 1, backward -> never summed over inside or across
 no rank adds to a shard: zero:ShardedBucket.start_reduction

@@ -3,6 +3,7 @@
 import argparse
 import copy
 import functools
+import importlib
 import json
 import weakref
 from unittest import mock
@@ -18,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import composition
 import fsdp
 import model as gpt
-import muon_in_grid
 import proof
 import zero
+import zero_in_grid
 from harness import initialize, presets, zero_flags
 from proof.ledger import lasting
 from receipts import zero as zero_bytes
@@ -189,7 +190,7 @@ def test_shards_are_the_model_and_differ(ranks):
         pairs = [dist.new_group(pair) for pair in ([0, 1], [1, 2])]
         if rank == 1:
             with pytest.raises(ValueError, match="all of the group"):
-                composition.check_hsdp({pairs[0]: (pairs[1], None)})
+                zero_in_grid.check_hsdp({pairs[0]: (pairs[1], None)})
         whole = dict(sharded.gather_full(model.named()))
         return [bucket.shard for bucket in sharded.buckets], whole
 
@@ -329,26 +330,25 @@ def test_buckets_in_the_order_in_which_they_are_full():
 
 # --- the demo: its receipt compares what is sent and held with the formulas, to the byte
 
-FLAGS = "--layers 3 --width 32 --heads 4 --context 16 --batch 12 --steps 3 --grad-clip 0.1 --quiet"
+FLAGS = "--layers 3 --width 32 --heads 4 --context 16 --batch 12 --steps 3 --grad-clip 0.1"
+FLAGS += " --dtype float64 --quiet"
 DEMOS = {
     3: [
-        "--stage 0 --dtype float64",
-        "--stage 1 --dtype float64 --optimizer sgd --lr 0.3",
-        "--stage 2 --dtype float64 --family llama --dropout 0.1 --steps 2",
-        "--stage 3 --dtype float64 --microbatches 1",
-        "--stage 3 --dtype float64 --optimizer sgd --lr 0.3 --keep-gathered --reduce-once"
-        " --offload",
-        "--stage 2 --param-dtype bfloat16 --prove 0",
-        "--stage 3 --param-dtype bfloat16 --reduce-dtype float32 --prove 0",
+        "zero --stage 0",
+        "zero --stage 1 --optimizer sgd --lr 0.3",
+        "zero --stage 2 --family llama --dropout 0.1 --steps 2",
+        "zero --stage 3 --microbatches 1",
+        "zero --stage 3 --optimizer sgd --lr 0.3 --keep-gathered --reduce-once --offload",
+        "zero --stage 2 --param-dtype bfloat16 --prove 0 --dtype float32",
+        "zero --stage 3 --param-dtype bfloat16 --reduce-dtype float32 --prove 0 --dtype float32",
     ],
     4: [
-        "--stage 3 --dtype float64 --shard-ranks 2 --microbatches 3 --optimizer sgd --lr 0.3",
-        "--dtype float64 --tp 1",
-        "--dtype float64 --tp 2 --microbatches 3 --family llama --kv-heads 2 --optimizer sgd",
-        "--dtype float64 --tp 2 --zero 1 --microbatches 3",
-        "--dtype float64 --tp 2 --zero 3 --family llama",
-        "--dtype float64 --tp 4",
-        "--dtype float64 --tp 2 --microbatches 3 --optimizer adamw",
+        "composition --tp 2 --microbatches 3 --family llama --kv-heads 2 --optimizer sgd",
+        "composition --tp 4",
+        "zero_in_grid --stage 3 --tp 1 --shard-ranks 2 --microbatches 3 --optimizer sgd --lr 0.3",
+        "zero_in_grid --stage 1 --tp 2 --microbatches 3",
+        "zero_in_grid --stage 3 --tp 2 --family llama",
+        "muon_in_grid --tp 2 --microbatches 3",
     ],
 }
 
@@ -356,17 +356,17 @@ DEMOS = {
 @pytest.mark.parametrize("world", DEMOS)
 def test_demo(ranks, text, world):
     def work(rank):
-        for flags in DEMOS[world]:
-            lesson = composition if "--tp" in flags else zero
-            lesson = muon_in_grid if "adamw" in flags else lesson
+        for demo in DEMOS[world]:
+            name, _, flags = demo.partition(" ")
+            lesson = importlib.import_module(name)
             args = lesson.flags().parse_args(f"{FLAGS} {flags} --data {text}".split())
             run = proof.Run(args, rank, world, torch.device("cpu"))
-            with case(flags):
+            with case(demo):
                 assert lesson.demo(run) == 0
-                if rank == 0 and lesson is zero:
-                    groups = {row["group"] for row in run.result["sent"]}
-                    assert groups == ({"dp", "inside", "across"} if args.shard_ranks else {"dp"})
                 if rank == 0:
+                    groups = {row["group"] for row in run.result["sent"]}
+                    replicas = {"inside", "across"} if "--shard-ranks" in flags else set()
+                    assert groups - {"dp", "tp"} == replicas
                     assert run.result["ok"]
                     assert args.prove == 0 or max(run.result["max_error"].values()) < 1e-10
 

@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 TOPS = "collectives ddp zero fsdp tensor_parallel sequence_parallel tensor_overlap pipeline"
 TOPS += " zero_bubble dualpipe context_parallel packed_documents expert_parallel muon diloco"
-TOPS += " composition muon_in_grid"
+TOPS += " composition zero_in_grid muon_in_grid"
 WAYS = {
     "naive": dict(bucket_bytes=0, overlap=False),
     "bucketed": dict(bucket_bytes=800, overlap=False),
@@ -242,16 +242,16 @@ class Layout(OneProcess):
             for settings in self.sharded.adamw.param_groups:
                 settings["eps"] = 1e-5  # as foreign.py's
         elif kind == "fsdp" or kind in ("zero 0", "zero 1", "zero 2"):
-            import composition
+            import zero_in_grid
 
             options |= dict(microbatches=self.microbatches, pipeline_stages=self.stages)
             if units:
                 options["units"] = units(self.model)
             if kind == "fsdp":
-                make = functools.partial(composition.FSDPInPipeline, self.trained, self.data)
+                make = functools.partial(zero_in_grid.FSDPInPipeline, self.trained, self.data)
             else:
-                stage = int(kind[-1])
-                make = functools.partial(composition.ZeROInPipeline, self.trained, self.data, stage)
+                arguments = self.trained, self.data, int(kind[-1])
+                make = functools.partial(zero_in_grid.ZeROInPipeline, *arguments)
                 options = {"bucket_bytes": 1000} | options
             self.sharded = make(self.make_optimizer, **options)
             if native:  # reduce-scatter as on nccl
