@@ -43,15 +43,15 @@ MODELS += ["--preset llama3-8b --layers 4 --batch 2 --compile"]
 STEPS, WARM_UP, TURNS = 30, 10, 2  # steps, of these not counted, turns of each rival
 PROFILED = 3  # steps of a run that train.py --profile-to traces
 
-TECHNIQUES = ["collectives.py", "zero.py --stage 1", "zero.py --stage 2", "fsdp.py", "muon.py"]
+NAMES = "collectives fsdp muon muon_in_grid composition zero_in_grid tensor_parallel"
+NAMES += " sequence_parallel tensor_overlap expert_parallel dualpipe"
+TECHNIQUES = [f"{name}.py" for name in NAMES.split()] + ["zero.py --stage 1", "zero.py --stage 2"]
 TECHNIQUES += [f"ddp.py --sync {way}" for way in ("naive", "bucketed", "overlapped", "server")]
-TECHNIQUES += ["tensor_parallel.py", "sequence_parallel.py", "expert_parallel.py"]
 TECHNIQUES += ["diloco.py --stream 2 --stream-delay 1 --outer-bits 4"]
 TECHNIQUES += [f"context_parallel.py --kind {kind}" for kind in ("ring", "gather", "ulysses")]
 PIPELINE = "pipeline.py --layers 16 --microbatches 16 --schedule"
 TECHNIQUES += [f"{PIPELINE} {name}" for name in SCHEDULES]
 TECHNIQUES += ["context_parallel.py --dtype bfloat16", "expert_parallel.py --dtype bfloat16"]
-# Documents: FlashAttention takes them in one run
 TECHNIQUES += ["packed_documents.py --kind ulysses --documents e --dtype bfloat16"]
 LAYOUTS = {  # ranks: flags of train.py
     2: ["--dp 2 --zero 3", "--tp 2 --sp", "--pp 2", "--cp 2 --recompute block"],
