@@ -1,22 +1,24 @@
 """Several kinds of parallelism at once, each along one dimension of a grid of ranks.
 
-              tp 0    tp 1
-    dp 0        0       1      a row     tensor parallelism: shards of the same layers, same data
-    dp 1        2       3      a column  data parallelism: the same shards, other data
+    a matrix of 512 rows        tp 0: rows 0 to 255    tp 1: rows 256 to 511
+    dp 0: half of the batch     rank 0                 rank 1                  a row has all shards
+    dp 1: the other half        rank 2                 rank 3
+                                a column has the same shard, so its ranks add up their gradients
 
 Order     First a technique cuts the model: its tensors, its experts or its layers. Then data
           parallelism takes a rank's shards as the model of its column.
-Sum       A gradient is summed over the ranks that have the same shard and saw other data: over a
-          column. There are two exceptions, which a parameter's p.placement names: experts, and
-          parameters that saw a part of the tokens.
+Sum       Over a column: its ranks have the same shard and saw other data. Not over a row: backward
+          has completed the gradients there, a whole LayerNorm's too (by f, in tensor_parallel.py).
+          There are three exceptions, which the attribute p.placement names: experts, parameters
+          that saw a part of the tokens, and a matrix that two stages of a pipeline share.
 Norm      Every element counts once. A rank squares its part of each gradient and divides by the
           number of ranks that have the same part. The whole grid adds up; so do the stages of a
           pipeline.
 Sent      As by each alone, but data parallelism sends only a rank's shards. For the norm 8 bytes
           per group. What sends most goes into the rows, on neighbours in a node: here tp.
-Use       docs/use/two-techniques.md has the loop for each pair, and one for three techniques. All
-          sums here wait for the end of backward: ddp.py, zero_in_grid.py and muon_in_grid.py
-          hide them.
+Use       docs/use/two-techniques.md has loops for the usual pairs, and one for three techniques;
+          train.py composes all from flags. Here all sums wait for the end of backward: ddp.py,
+          zero_in_grid.py and muon_in_grid.py hide them.
 
     torchrun --nproc_per_node=4 composition.py --tp 2        python composition.py --nproc 8 --tp 4
 
@@ -28,16 +30,20 @@ import math
 import torch
 import torch.distributed as dist
 
-# --- the plainest form: sum each gradient over the right ranks, and count each element once
+# --- the plainest form: sum each gradient over the right ranks, and count each element once. It
+#     calls the checks at the end
 
 
 def groups_along(*sizes):
     """This rank's group along each dimension of the grid; the last one's ranks are neighbours. With
     a pipeline the grid is a box: dp, pp, tp = groups_along(-1, 2, 2), with -1 for the rest."""
     grid = torch.arange(dist.get_world_size()).view(sizes)
-    # lines[d]: all lines of the grid along dimension d
-    lines = [grid.movedim(d, -1).reshape(-1, size) for d, size in enumerate(grid.shape)]
-    return [dist.new_subgroups_by_enumeration(rows.tolist())[0] for rows in lines]
+    groups = []
+    for d, size in enumerate(grid.shape):
+        lines = grid.movedim(d, -1).reshape(-1, size)  # along d. In the picture for dp: 0 2, 1 3
+        own, _ = dist.new_subgroups_by_enumeration(lines.tolist())  # all ranks make all groups
+        groups.append(own)
+    return groups
 
 
 def sum_in_grid(parameters, data_group):
@@ -45,7 +51,8 @@ def sum_in_grid(parameters, data_group):
 
         dp, tp = groups_along(-1, t)                 # this rank's column, and its row of t ranks
         split(model, tp)                             # yours: see docs/use/two-techniques.md
-        for micro_batches, target_count in batches:  # this row's own; the targets of all rows
+        # Weights are equal on all ranks, batches on those of a row: draw them by dp.rank()
+        for micro_batches, target_count in batches:  # of dp.size() batches; the targets of all
             optimizer.zero_grad()
             for x, y in micro_batches:
                 loss = cross_entropy(model(x), y, reduction="sum") / target_count
@@ -72,11 +79,13 @@ def sum_in_grid(parameters, data_group):
 #
 #     "cuts"     {dimension: (group, start, length)}: this rank has [start : start + length] of that
 #                dimension, the group's other ranks the rest. up.weight (512, 128) on tp rank 1 of
-#                2: {0: (tp, 256, 256)}, rows 256 to 511
+#                2: {0: (tp, 256, 256)}, rows 256 to 511. The dimension None: p is whole, but the
+#                group's other ranks have other parameters in its place, such as other experts
 #     "data"     of an expert: the ranks with a replica of it. Sum over them, not over a column
 #     "partial"  [tp]: sum over tp, too. With sequence parallelism LayerNorm's weight is whole, but
-#                each tp rank's saw a part of the tokens. Or [pp], of a tied matrix: the first and
-#                the last stage have a copy each, with a part of its gradient
+#                each tp rank's saw a part of the tokens. Or [ends], of a tied matrix: the first and
+#                the last stage have a copy each, with a part of its gradient. ends: a group of only
+#                these two ranks, because the pipeline's others do not join the sum
 #     "shape"    of the whole parameter
 
 
@@ -117,13 +126,12 @@ def count_ranks(groups):
     return math.prod(dist.get_world_size(group) for group in groups)
 
 
-# --- the same norm for optimizers that leave a rank a part of each gradient, and for a pipeline
+# --- the same norm, of parts of gradients: for zero_in_grid.py, muon_in_grid.py and train.py
 
 
 def norm_of_parts(parts, groups, device, pipeline_group=None):
     """norm_in_grid with three changes. ZeRO leaves a rank a shard of each gradient. The stages of a
-    pipeline add up. Gradients with equally many copies are squared together, in few kernels. For
-    zero_in_grid.py, muon_in_grid.py and train.py.
+    pipeline add up. Gradients with equally many copies are squared together, in few kernels.
 
     parts    [(parameter, what this rank has of its gradient, into how many shards it is split)]"""
     check_grid([p for p, _, _ in parts], groups)

@@ -5,21 +5,24 @@ gets dy, the gradient of its output, and computes dx, that of its input, and dW 
 parameters. In those files autograd computes all three, and then calls f's backward, which sends dx
 and waits. But dW and db don't need what f sends:
 
-    tensor_parallel.py  dx, dW, db, all-reduce of dx
-    here                dx, its all-reduce starts, dW, db, wait
-    --sp                dx, its reduce-scatter starts, dW, db, wait
-    --gather-again      x's gather starts, dx, its reduce-scatter starts, wait for x, dW, db, wait
+    tensor_parallel.py   compute   dx | dW, db |                  | next layer
+                         network               | all-reduce of dx |
+    here                 compute   dx | dW, db           | next layer
+                         network      | all-reduce of dx |
+    --sp                 a reduce-scatter in place of the all-reduce
+    --gather-again       compute   dx          | dW, db               | next layer
+                         network   gather of x | reduce-scatter of dx |
 
 So f and the layers behind it become one autograd function, because within one function we choose
 the order. --gather-again is the paper's own form (Korthikanti et al. 2022): hold this rank's T/t
-tokens of x until backward, instead of all T. A block sends 10 r B T C e bytes, not 8.
+tokens of x until backward, instead of all T, and gather them once more.
 
-With H outputs of all layers behind f, before the cut, dW takes 2 B T C H/t operations, and the
-message has 2 r B T C e bytes, r = (t-1)/t, half with --sp. It is hidden if H > t r e times
-(operations a second) / (bytes a second): for H100s with 400 TFLOP/s and 450 GB/s, t = 8 and 16 bits
-if H > 12,500, or 6,200 with --sp. g's messages, and all in forward, are still waited for. A GPU
-must begin a message before the matmuls that hide it: Megatron-LM sets CUDA_DEVICE_MAX_CONNECTIONS=1
-for that. The demo shows that gradients are right, and only a profiler on GPUs what is hidden.
+When is it hidden? The layers behind one f have H outputs in all, before the cut. dW takes
+2 B T C H/t operations. The message has 2 r B T C e bytes, r = (t-1)/t, half with --sp. On H100s
+(400 TFLOP/s, 450 GB/s) with t = 8 and 16 bits H must be above 12,500, with --sp 6,200. Llama 2 70B
+has 10,240 in q, k and v, and 57,344 in gate and up. g's messages, and all in forward, are waited
+for. A GPU must begin a message before the matmuls that hide it: Megatron-LM sets
+CUDA_DEVICE_MAX_CONNECTIONS=1 for that.
 
     torchrun --nproc_per_node=4 tensor_overlap.py
     python tensor_overlap.py --sp --gather-again --nproc 2
@@ -43,8 +46,13 @@ from sequence_parallel import GatherTokens, gather_tokens, reduce_scatter_tokens
 class EnterLinear(torch.autograd.Function):
     """F.linear(f(x), weight, bias), with weight and bias a shard: x (B, T, C) -> (B, T, out / t).
 
-    # in a ColumnParallelLinear's forward, without an Enter before it. Its __init__ keeps the group
-    return EnterLinear.apply(x, self.weight, self.bias, self.group)"""
+    class OverlappedLinear(ColumnParallelLinear):    # put no Enter before it
+        def __init__(self, linear, group):
+            super().__init__(linear, group)
+            self.group = group
+
+        def forward(self, x):
+            return EnterLinear.apply(x, self.weight, self.bias, self.group)"""
 
     @staticmethod
     def forward(ctx, x, weight, bias, group):
@@ -69,16 +77,9 @@ class EnterLinear(torch.autograd.Function):
 
 
 class EnterAndProject(nn.Module):
-    """An Enter and the ColumnParallelLinears behind it: x -> {layer: its output}. In the layers'
-    places stand `layers`, which take their own output from it, and hold the parameters. So a
-    model's forward stays as it is, self.gate(x) and self.up(x). Nothing else may read this x.
-
-        qkv = EnterAndProject(Enter(group), [ColumnParallelLinear(attn.qkv, group)])
-        attn.qkv = nn.Sequential(qkv, *qkv.layers)
-        columns = [ColumnParallelLinear(m, group) for m in (mlp.gate, mlp.up)]
-        project = EnterAndProject(Enter(group, GatherTokens), columns)
-        block.mlp_norm = nn.Sequential(block.mlp_norm, project)    # the norm before gate and up
-        mlp.gate, mlp.up = project.layers
+    """An Enter and the ColumnParallelLinears behind it in one: x -> {layer: its output}. Put each
+    of `layers` where its ColumnParallelLinear was: called with that dict, it returns its own
+    output. So a model's forward stays as it is. Nothing else may read the dict.
 
     gather_again: with GatherTokens only. Hold x (B, T/t, C) instead of what f gathered."""
 
@@ -90,9 +91,8 @@ class EnterAndProject(nn.Module):
 
     def forward(self, x):
         weights, biases = zip(*((layer.weight, layer.bias) for layer in self.layers))
-        # Two cases take plain f: torch.compile, which orders a block's backward itself, and
-        # zero_bubble.py, which replaces F.linear to put off the weights' gradients. (With
-        # gather_again they do not, because only EnterLinears gathers again)
+        # Plain f under torch.compile, which orders a block's backward itself, and where a tensor
+        # subclass replaces F.linear (zero_bubble.py). Only EnterLinears can gather again
         plain = torch.compiler.is_compiling() or has_torch_function((x,))
         if plain and not self.gather_again:
             return dict(zip(self.layers, linears(self.enter(x), weights, biases)))
@@ -172,6 +172,21 @@ def gradients_of_parameters(dys, x, needed):
     return *of_weights, *of_biases
 
 
+# --- a model of yours. First the recipe of tensor_parallel.py, or of sequence_parallel.py. Then
+#
+#     for block in model.blocks:
+#         for pair in block.attn.qkv, block.mlp.up:  # each is Sequential(Enter, the layer)
+#             pair[0] = EnterAndProject(pair[0], [pair[1]])
+#             [pair[1]] = pair[0].layers
+#
+# Layers that share the Enter behind a norm = nn.Sequential(the norm, Enter(group)):
+#
+#   norm[1] = EnterAndProject(norm[1], [mlp.gate, mlp.up])
+#   mlp.gate, mlp.up = norm[1].layers
+#
+# The head is a pair, too. Parameters stay the same tensors, so optimizers and ties stay valid.
+# Leave no other Enter before them: the gradient of its input would be t times too large, silently.
+
 # --- for model.py's GPT ---
 
 
@@ -198,6 +213,8 @@ def overlap(model, gather_again=False):
 
 
 # --- demo ---
+
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import harness
 import proof
@@ -227,6 +244,31 @@ def main():
     proof.launch(demo, args, check=check)
 
 
+class Order(TorchDispatchMode):
+    """Lists matmuls and messages in the order in which they begin."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        namespace, name = function._schema.name.split("::")
+        if namespace == "c10d" or name in ("mm", "addmm"):
+            self.names.append(name.strip("_"))
+        return function(*args, **(kwargs or {}))
+
+
+def show_order(run, model):
+    """Print how backward begins: with the head, the last layer."""
+    tokens, targets, samples = next(iter(run.microbatches(0)))
+    loss = model(tokens, targets=targets, target_count=run.target_count, sample_ids=samples)
+    with Order() as order:
+        torch.autograd.grad(loss, list(model.parameters()))
+    began = order.names[: 4 if run.args.gather_again else 3]
+    said = "backward of the head begins with " + ", ".join(began)
+    run.print(f"{said} (tensor_parallel.py's: mm, mm, allreduce)")
+
+
 def demo(run):
     args, group = run.args, dist.group.WORLD
     run.groups(tp=group)
@@ -237,6 +279,7 @@ def demo(run):
     model = run.fill(overlap(model, args.gather_again))
     parameters = list(model.parameters())
     optimizer = harness.make_optimizer(parameters, args)
+    show_order(run, model)
     for step in run.steps(optimizer):
         optimizer.zero_grad(set_to_none=False)  # gradients stay in memory: the receipt counts them
         loss = run.zero()

@@ -9,16 +9,20 @@ units. The activation works on each unit by itself, so no rank needs another's h
 matrix turns each half into a partial sum of the output. Attention is split alike, by heads, and so
 is the vocabulary. Norms, the biases after g and the residual stream are whole on every rank.
 
+Held: 1/t of the matrices on t ranks, of their gradients and optimizer states, and of the
+activations inside attention and MLP. For models, or activations, that are too large for a device.
+
 Sent: g adds the partial sums in forward (one all-reduce). f adds the gradients of x in backward
 (one all-reduce), because every rank's half used x. A block has an f and a g around attention and
-again around its MLP: 4 all-reduces of a tensor (B, T, C), B sequences of T tokens, C wide. The
-embedding and the head have one each, and the loss sends three numbers per token. An all-reduce of S
-bytes sends 2 r S, r = (t-1)/t, on t ranks (collectives.py): a block 8 r B T C e, at e bytes an
-element. Every layer waits for them, so stay inside a machine. tensor_overlap.py hides those of f.
+again around its MLP: 4 all-reduces of a tensor (B, T, C), B sequences of T tokens, C wide. Of S
+bytes each sends 2 S (t-1)/t (collectives.py). The embedding and the head have one each. Every layer
+waits: with t = 8, C = 8192, 16 bits and 400 TFLOP/s for 0.17 of its matmuls' time at 450 GB/s, 1.5
+at 50 GB/s. So stay inside a machine. tensor_overlap.py hides those of f.
 
 Backward: g's is the identity, because y is the sum of the partial sums: each of them gets y's
-gradient. All ranks compute the same loss from the same y: it is one loss, not t of them. f's sum is
-the complete gradient of x, so all earlier layers get complete gradients, the same on every rank.
+gradient. All ranks compute the same loss from the same y: it is one loss, not t of them. (The
+all_reduce of torch.distributed.nn would sum the gradients: t times too much.) f's sum is the
+complete gradient of x, so all earlier layers get complete gradients, the same on every rank.
 
     torchrun --nproc_per_node=4 tensor_parallel.py
     python tensor_parallel.py --family llama --kv-heads 4
@@ -115,15 +119,8 @@ class ColumnParallelLinear(nn.Module):
     """Splits the outputs: x (..., in) -> this rank's (..., out / t). Put f before it. The paper
     writes Y = X A, so these are columns of A. torch stores A transposed: they are rows of `weight`.
 
-    Attention: a shard must be whole heads. The usual fused qkv (all q, all k, all v) would be cut
-    wrong, without an error. Keep three layers, or bring each rank's third of the three together:
-
-        rows = torch.arange(3 * C).view(3, t, -1).transpose(0, 1).flatten()
-        for p in attn.qkv.parameters():    # before the cut
-            p.data = p.data[rows]
-
-    Where t does not divide `out`, zeros fill the last shards. The activation must then map 0 to 0,
-    or the padding gets gradients."""
+    Attention: a shard must be whole heads. Where t does not divide `out`, zeros fill the last
+    shards. The activation must then map 0 to 0, or the padding gets gradients."""
 
     def __init__(self, linear, group):
         super().__init__()
@@ -135,8 +132,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """Splits the inputs: x (..., in / t) -> the complete (..., out), by g. A row of A is a column
-    of `weight`."""
+    """Splits the inputs: x (..., in / t) -> the complete (..., out), by g."""
 
     def __init__(self, linear, group):
         super().__init__()
@@ -157,7 +153,15 @@ class RowParallelLinear(nn.Module):
 #     t = dist.get_world_size(group)  # it divides the heads and the kv-heads
 #     for block in model.blocks:  # parameters get other names: load weights before
 #         attn, mlp = block.attn, block.mlp
-#         # Separate q, k and v, or gate and up, share one Enter: put it after the norm before them
+#         # A fused qkv with all q, then all k, then all v would be cut wrong, without an error.
+#         # First bring each rank's q, k and v together:
+#         #     parts = torch.arange(len(attn.qkv.weight)).split([q_size, kv_size, kv_size])
+#         #     rows = torch.cat([torch.cat(own) for own in zip(*(p.chunk(t) for p in parts))])
+#         #     for p in attn.qkv.parameters():
+#         #         p.data = p.data[rows]
+#         # Separate q, k and v, or gate and up, share one Enter: put it after the norm before them.
+#         # A whole weight that reads this rank's heads, such as q_norm's, needs an f itself:
+#         #     nn.utils.parametrize.register_parametrization(attn.q_norm, "weight", Enter(group))
 #         attn.qkv = nn.Sequential(Enter(group), ColumnParallelLinear(attn.qkv, group))
 #         attn.proj = RowParallelLinear(attn.proj, group)
 #         attn.heads //= t  # and what else forward reads: a rank's q, k and v are C/t wide
@@ -176,7 +180,10 @@ class RowParallelLinear(nn.Module):
 #     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
 #     optimizer.step()
 #
-# Mistakes that nothing catches: docs/fix/not-checked.md.
+# Then logits = unshard(model(tokens), -1, model.embed.vocab, group) are those of all tokens. To
+# save p, unshard it for each dim and its group in placement(p)["cuts"], to placement(p)["shape"].
+# Dropout needs equal masks on all ranks in the residual stream, other ones inside attention and
+# MLP. Mistakes that nothing catches: docs/fix/not-checked.md.
 
 # --- shards: a rank's part of a parameter, and where it lies
 
@@ -204,7 +211,7 @@ def placement(parameter):
     cuts       {dimension: (group, start, length)}: this rank has whole[start : start + length], the
                other ranks of the group have other parts
 
-    Other techniques add entries (composition.py has the list)."""
+    Others are those of later lessons: composition.py has the list."""
     default = dict(shape=tuple(parameter.shape), cuts={}, partial=[], data=None)
     return default | getattr(parameter, "placement", {})
 
@@ -225,6 +232,13 @@ def shard(parameter, dim, group):
     start, length, _ = span(parameter.shape[dim], index, shards)
     part.placement = placement(parameter) | {"cuts": cuts | {dim: (group, start, length)}}
     return part
+
+
+def unshard(part, dim, size, group):
+    """All ranks' shards together, without their padding: `size` along `dim`. Sends no gradient."""
+    parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, part.detach().contiguous(), group=group)
+    return torch.cat(parts, dim).narrow(dim, 0, size)
 
 
 # --- the vocabulary, split too: V/t rows of the embedding and V/t logits per token on each rank
@@ -256,9 +270,7 @@ class VocabParallelEmbedding(nn.Module):
 
 class CrossEntropyFunction(torch.autograd.Function):
     """-log softmax(logits)[target] of n tokens. A rank's logits (n, V / t) are the columns start to
-    start + length of the whole, then padding. Sent: three numbers a token (the largest logit, the
-    sum of exponentials, the target's logit) in two all-reduces. Backward, softmax - onehot, sends
-    nothing."""
+    start + length of the whole, then padding. Backward, softmax - onehot, sends nothing."""
 
     @staticmethod
     def forward(ctx, logits, targets, start, length, group):
@@ -341,18 +353,20 @@ def check_replicas_agree(parameters, group):
     rounding: an f or a sum is missing. Call it after backward, in the first step only: it makes the
     host wait."""
     whole = [p for p in parameters if p.grad is not None and not placement(p)["cuts"]]
+    if not whole:
+        return
     norms = torch.stack(torch._foreach_norm([p.grad for p in whole], dtype=torch.float64))
     of_ranks = [torch.empty_like(norms) for _ in range(dist.get_world_size(group))]
     dist.all_gather(of_ranks, norms, group=group)
-    low, high = torch.stack(of_ranks).aminmax(dim=0)  # for each parameter. NaN if one of them is
+    low, high = torch.stack(of_ranks).aminmax(dim=0)  # for each parameter; NaN if a rank has NaN
     differ = ~(high - low <= 5e-4 * high)  # above bfloat16's rounding
     if differ.any():
         i = differ.nonzero()[0].item()
         raise RuntimeError(
             f"the ranks' gradients of whole parameters differ, or are NaN, {differ.sum()} of "
             f"{len(whole)}, the first of shape {list(whole[i].shape)}, in norm {low[i]:.6g} to "
-            f"{high[i]:.6g}: give all ranks the same tokens, put Enter before layers, complete "
-            "partial gradients"
+            f"{high[i]:.6g}: give all ranks the same tokens and dropout masks, put Enter before "
+            "layers, complete partial gradients"
         )
 
 

@@ -22,7 +22,7 @@ def expected(sizes, group, scalars=1):
         elements += sizes.blocks * tokens * config.top_k
     loss = 3 * tokens * sizes.exact if sizes.head else 0
     sent = summed(group, elements * sizes.e + loss + scalars * SCALAR, text)
-    activations = "norms' values of the blocks, and 1/t of heads' and hidden ones"
+    activations = "of the blocks alone, not judged: what norms save, and 1/t of the rest"
     return sent, held(sizes, "(P_whole + P_split / t) e, padded", activations)
 
 

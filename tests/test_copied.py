@@ -351,8 +351,8 @@ def test_usage_of_plain_fsdp(zero, fsdp):
     torch.testing.assert_close(weights, [*expected.values()], rtol=1e-8, atol=1e-8)
 
 
-@on_top_of("tensor_parallel sequence_parallel", 2)
-def test_usage_of_tensor_and_sequence_parallel(tp, sp):
+@on_top_of("tensor_parallel sequence_parallel tensor_overlap", 2)
+def test_usage_of_tensor_and_sequence_parallel(tp, sp, overlap):
     x, y, count = batch(0, 8)
     microbatches = list(zip(x.split([5, 3]), y.split([5, 3])))
 
@@ -373,11 +373,16 @@ def test_usage_of_tensor_and_sequence_parallel(tp, sp):
     for name, p in sequence.named().items():
         p.data.copy_(cuts(before[name], p))
         p.grad = None
+    embedding = tp.unshard(sequence.model.embed.weight, 0, VOCAB, group.WORLD)
+    assert embedding.equal(before["embed.weight"])
     sequence.model.place.where = sp.shard_tokens(torch.arange(8), group.WORLD)
     made = {name: names[name] for name in ("criterion", "optimizer")}
     use("sequence_parallel", sequence.model, microbatches=microbatches, **made)
     gradients = one_process("heads", "AdamW", 1, limit=0)[1]
     assert_trained(sequence.named(), (None, gradients, before), cuts)
+    logits = sequence.model(x)
+    run_usage("tensor_overlap", **vars(overlap), model=sequence.model)
+    assert sequence.model(x).equal(logits)
 
 
 @pytest.mark.parametrize("kind", ["Ring", "Ulysses", "DocumentRing"])

@@ -14,11 +14,10 @@ TECHNIQUES += ["tensor_parallel", "sequence_parallel", "tensor_overlap"]
 TECHNIQUES += ["pipeline", "zero_bubble", "dualpipe", "context_parallel", "packed_documents"]
 TECHNIQUES += ["expert_parallel", "muon", "diloco", "composition", "zero_in_grid", "muon_in_grid"]
 # Lessons whose tops build on others
-BUILDS_ON = {"fsdp": ["zero"], "zero_in_grid": ["zero", "fsdp", "composition"]}
+BUILDS_ON = {"zero_bubble": ["pipeline"], "zero_in_grid": ["zero", "fsdp", "composition"]}
 BUILDS_ON |= {"sequence_parallel": ["tensor_parallel"], "muon_in_grid": ["composition", "muon"]}
-BUILDS_ON |= {"tensor_overlap": ["sequence_parallel", "tensor_parallel"]}
+BUILDS_ON |= {"tensor_overlap": ["sequence_parallel", "tensor_parallel"], "fsdp": ["zero"]}
 BUILDS_ON |= {"dualpipe": ["zero_bubble", "pipeline"], "packed_documents": ["context_parallel"]}
-BUILDS_ON["zero_bubble"] = ["pipeline"]
 OTHERS = ["README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff"]
 OTHERS += ["pyproject.toml", "requirements.txt", "requirements-dev.txt", ".gitignore", "mkdocs.yml"]
 CODE = ["harness", "proof", "receipts", "trainer", "simulator", "exercises", "benchmarks"]

@@ -191,6 +191,8 @@ def test_shards_are_the_model_and_differ(ranks):
         if rank == 1:
             with pytest.raises(ValueError, match="all of the group"):
                 zero_in_grid.check_hsdp({pairs[0]: (pairs[1], None)})
+        frozen = nn.Parameter(torch.ones(2), False)
+        assert composition.norm_in_grid([frozen], [dist.group.WORLD]) == 0
         whole = dict(sharded.gather_full(model.named()))
         return [bucket.shard for bucket in sharded.buckets], whole
 
@@ -388,13 +390,6 @@ def test_the_receipt_tells_what_stage_3_gathers(script, tmp_path, monkeypatch):
     assert code == 1 and not result["held"]["gathered_peak"]["ok"], said
     assert result["held"]["gathered_peak"]["bytes"] > row["bytes"]
     assert all(error < 1e-10 for error in result["max_error"].values())
-
-
-def test_a_frozen_stage_has_a_norm(ranks):
-    def work(rank):
-        return composition.norm_in_grid([nn.Parameter(torch.ones(2), False)], [None]).item()
-
-    assert ranks(1, work) == [0.0]
 
 
 class Layer(nn.Linear):
