@@ -1,21 +1,25 @@
 """Muon in a grid of ranks: beside tensor parallelism, experts or a pipeline.
 
+    Each rank holds half of A and of B: tp 0 the left halves, tp 1 the right ones. The owners:
+
                 tp 0                       tp 1
-    dp 0   rank 0: A's left half  <--->  rank 1: A's right half    each gathers the whole matrix,
+    dp 0   rank 0: A's left half  <--->  rank 1: A's right half    each gathers A's direction,
     dp 1   rank 2: B's left half  <--->  rank 3: B's right half    iterates on it, keeps its half
 
-Muon needs the whole matrix, but tensor parallelism has cut it. As in muon.py one rank of each
-column owns that column's shard of a matrix. The owners of one matrix are in one row.
+As in muon.py each shard has one owner in its column: gradients are reduced to it, and it broadcasts
+the new weights. Momentum and weight decay work element by element, so they stay with the shards.
+Only the iteration needs the whole matrix: its owners, all in one row, gather the direction.
 
-Sent      Beside what muon.py sends: (t-1) shards of each cut matrix that a rank owns, t tp ranks.
-Computed  t owners iterate on the same matrix. An all-to-all in place of the all-gather, and one
-          back, would give each 1/t of the matrices.
-Cuts      Only a cut through matrices needs the all-gather. A rank's heads of q, k and v are whole
-          matrices, and so are its experts.
-Norm      As in composition.py, where what an owner has counts as a ZeRO shard does.
-Copy      The tops of muon.py and composition.py.
+Sent      Beside what muon.py sends, on t tp ranks: an owner sends t-1 shards of each cut matrix.
+Computed  All t owners iterate on the same matrix, t times the arithmetic. Instead an all-to-all
+          could deal t matrices out to the t ranks, and a second one bring the shards back.
+Cuts      Only a cut through matrices needs the all-gather. With p.matrix_rows (muon.py) a rank's
+          heads of q, k and v are whole matrices. So are whole experts. AdamW takes any shard.
+Norm      As in composition.py. A column's ranks own different elements, so they are no copies.
+Copy      The tops of muon.py and composition.py, and tensor_parallel.py's, which cuts.
 
-    torchrun --nproc_per_node=4 muon_in_grid.py --tp 2     python train.py --tp 2 --optimizer muon
+    torchrun --nproc_per_node=4 muon_in_grid.py --tp 2
+    python train.py --dp 2 --tp 2 --optimizer muon
 
 Liu et al. 2025, arXiv:2502.16982, section 2.3 (gathering the shards of a matrix).
 """
@@ -35,12 +39,13 @@ class ShardedMuon(PlainMuon):
     """PlainMuon for shards of matrices. All ranks that share a matrix gather the direction, iterate
     on the whole, and keep their part.
 
-        optimizer = ShardedMuon(matrices, lr=1e-3)  # after tensor_parallel.py has cut the model
-        optimizer.step()                            # tensor parallelism alone
-        # or in a grid, where no p.placement has "partial" or "data" (ComposedMuon knows them)
-        step_by_owner(optimizer, adamw, dp)    # dp: a column. muon.py has it
+        dp, tp = groups_along(-1, t)                # of composition.py. Then cut the model over tp
+        matrices = [p for p in model.blocks.parameters() if p.dim() > 1]    # in the same order
+        optimizer = ShardedMuon(matrices, lr=1e-3)  # and an AdamW for all other parameters
+        step_by_owner(optimizer, adamw, dp)         # of muon.py. Without dp both optimizers' step()
 
-    The rest as with PlainMuon."""
+    Experts and sequence parallelism sum some gradients over other groups: ComposedMuon, below,
+    knows them."""
 
     def update_of(self, direction, p, dtype):
         cuts = self.cuts_within(p)
@@ -59,9 +64,9 @@ class ShardedMuon(PlainMuon):
     def cuts_within(self, p):
         """The cuts through p's matrices, as [(dimension, cut)]. p may be many matrices: experts one
         behind the other, heads one above the other. A cut between two leaves both whole."""
-        through = [p.dim() - 2, p.dim() - 1]  # rows and columns of a matrix
-        if hasattr(p, "matrix_rows"):  # each head's rows are a matrix: row cuts are between heads
-            through.remove(0)
+        rows, columns = p.dim() - 2, p.dim() - 1
+        # With matrix_rows each head's rows are a matrix: a cut of rows is then between heads
+        through = [columns] if hasattr(p, "matrix_rows") else [rows, columns]
         return [(dim, cut) for dim, cut in placed(p, "cuts", {}).items() if dim in through]
 
 
@@ -69,11 +74,19 @@ class ShardedMuon(PlainMuon):
 
 
 class ComposedMuon(Muon):
-    """Muon in a grid. The loop and the other arguments are Muon's.
+    """Muon in a grid. The other arguments are Muon's.
 
+        dp, tp = groups_along(-1, t)                 # this rank's column, and its row of t ranks
+        split(model, tp)                             # yours: see docs/use/two-techniques.md
+        matrices = [p for p in model.blocks.parameters() if p.dim() > 1]    # after the split
         muon = ComposedMuon(model, dp, matrices, lr=1e-3, microbatches=2)
-        # the rest as with Muon, but for the norm
-        norm = muon.grad_norm([tp])
+        for micro_batches, target_count in batches:  # of this row; the targets of all rows
+            muon.zero_grad()
+            for x, y in micro_batches:
+                loss = cross_entropy(model(x), y, reduction="sum") / target_count
+                loss.backward()
+            muon.clip(muon.grad_norm([tp]), 1.0)
+            muon.step()
 
     pipeline_stages: {stage: its module}, for a rank with several stages of a pipeline."""
 
@@ -86,6 +99,8 @@ class ComposedMuon(Muon):
         super().__init__(model, group, *arguments, **options)
 
     def kind_of(self, p):
+        # Vectors share a bucket if they are summed over the same ranks, and cut alike: for the norm
+        # one of them stands for all
         partial = tuple(placed(p, "partial", ()))
         return *super().kind_of(p), placed(p, "data", self.group), partial, *groups_cutting(p)
 
@@ -111,12 +126,15 @@ class ComposedMuon(Muon):
             return
         super().finish()
         for bucket in self.buckets:
-            for group in placed(bucket.parameters[0], "partial", ()):  # mostly none: not overlapped
-                if len(bucket.own_gradient):  # so it is on all ranks of the group, or on none
+            # Few gradients are partial sums: these messages wait for the end of backward. The same
+            # rank of each column owns a bucket, so all ranks of the group have a part, or none
+            for group in placed(bucket.parameters[0], "partial", ()):
+                if len(bucket.own_gradient):
                     dist.all_reduce(bucket.own_gradient, group=group)
 
     def grad_norm(self, groups=(), pipeline_group=None):
-        """As of InGrid in zero_in_grid.py: groups are those of the grid beside Muon's own, [tp]."""
+        """groups: those of the grid beside Muon's own, as [tp]. pipeline_group: the ranks with the
+        other stages of a pipeline. Nothing notices if you leave it out, or put it in groups."""
         self.finish()
         parts = []
         for bucket in self.buckets:

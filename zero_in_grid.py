@@ -1,6 +1,6 @@
 """ZeRO and FSDP in a grid of ranks: beside tensor parallelism, experts or a pipeline.
 
-    a matrix of 512 rows on 2 x 2 ranks         tp 0              tp 1
+    512 rows, a bucket of their own             tp 0              tp 1
     tensor parallelism: a rank's shard          rows   0 to 255   rows 256 to 511
     ZeRO: what a rank steps on           dp 0   rows   0 to 127   rows 256 to 383
                                          dp 1   rows 128 to 255   rows 384 to 511
@@ -8,15 +8,17 @@
 ZeRO splits what data-parallel ranks would all hold. In a grid those are the ranks of a column, and
 the shards that they hold are the whole model to it. Three things change.
 
-Buckets   A bucket's parameters are summed over the same ranks. Most over a column; experts over the
-          ranks with a replica of them, so they get buckets of their own.
+Norm      As in composition.py: each square is divided by the number of ranks that have it. The N
+          ranks of a column now have different parts of a gradient, so that number is N times less.
 Partial   Gradients that are partial sums over tp are completed after backward, a shard at a time.
-Norm      As in composition.py. ZeRO leaves each of the N ranks of a column another part of a
-          gradient: N times fewer ranks have the same part.
+Buckets   All of a bucket is summed over the same ranks. Most parameters are summed over a column;
+          experts over the ranks with a replica of them, so they get buckets of their own.
 
 Sent      Over a column what zero.py and fsdp.py send, for a rank's shards only: of a model cut over
           t ranks nearly 1/t of the bytes.
 HSDP      Where links between nodes are slow: each node has a whole replica, which its ranks split.
+          Such a rank sends what ZeRO sends inside its node, and once a step 2 (G-1)/G P/n e bytes
+          across, for G nodes of n ranks of a column, and P parameters of e bytes on a rank.
 Copy      The tops of zero.py, fsdp.py and composition.py, too.
 
     torchrun --nproc_per_node=4 zero_in_grid.py --tp 2
@@ -31,16 +33,48 @@ import torch.distributed as dist
 
 from composition import check_data_group, is_within, norm_of_parts, placed
 from fsdp import FSDP
-from zero import ZeRO
+from zero import PlainZeRO, ZeRO
 
-# --- the three changes
+# --- the plainest form: PlainZeRO over a column, and the norm
+
+
+class PlainZeROInGrid(PlainZeRO):
+    """The whole idea, with one bucket:
+
+        dp, tp = groups_along(-1, t)    # this rank's column, and its row of t ranks
+        split(model, tp)                # yours. It writes p.placement: see composition.py
+        zero = PlainZeROInGrid(model, dp, torch.optim.SGD)
+        for x, y in batches:            # of this row; target_count counts all rows' targets
+            (cross_entropy(model(x), y, reduction="sum") / target_count).backward()
+            zero.clip(zero.grad_norm([tp]), 1.0)
+            zero.step()
+
+    A shard that has no placement counts as whole: no error, but a wrong norm. Call grad_norm once a
+    step, because it completes partial sums. Experts need buckets of their own: ComposedZeRO."""
+
+    def grad_norm(self, groups):
+        self.reduce()  # step() does it again, and adds zeros
+        rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+        parts, end = [], -rank * len(self.shard)
+        for p in self.parameters:
+            start, end = end, end + p.numel()
+            part = self.shard.grad[max(start, 0) : max(end, 0)]  # all of p's, a part or nothing
+            parts.append((p, part, ranks))
+            for group in placed(p, "partial", ()):
+                if len(part):  # so it is on all ranks of the group, or on none
+                    dist.all_reduce(part, group=group)
+        return norm_of_parts(parts, [self.group, *groups], self.shard.device)
+
+    def clip(self, norm, limit):
+        self.shard.grad.mul_((limit / (norm + 1e-6)).clamp(max=1.0).to(self.shard.dtype))
+
+
+# --- the same for ZeRO's buckets, and for FSDP
 
 
 class InGrid:
     """Added to ZeRO or FSDP, it reads p.placement. ComposedZeRO, below, is ZeRO with it:
 
-    dp, tp = groups_along(-1, t)    # this rank's column, and its row of t ranks
-    split(model, tp)                # yours: see docs/use/two-techniques.md
     zero = ComposedZeRO(model, dp, 1, torch.optim.AdamW, microbatches=2)
     norm = zero.grad_norm([tp])     # the rest of the loop as with ZeRO"""
 
@@ -60,7 +94,8 @@ class InGrid:
         super().finish()
         if were_summed:  # called again, as by step() after grad_norm()
             return
-        for bucket in self.trained_buckets:  # not in backward: stages would wait for each other
+        # After backward: in it two stages that share a tied matrix would wait for each other
+        for bucket in self.trained_buckets:
             for group in placed(bucket.parameters[0], "partial", ()):
                 dist.all_reduce(bucket.gradient_shard, group=group)
 
@@ -80,26 +115,29 @@ class InGrid:
 
 
 class HybridSharding:
-    """HSDP: each node holds a whole replica of the states, split over its own ranks. So the weights
-    are gathered inside nodes only. Gradients are summed twice: reduce-scattered inside a node, then
+    """HSDP: each node holds a whole replica of the states, split over its own ranks. So weights are
+    gathered inside nodes only. Gradients are summed twice: reduce-scattered inside a node, then
     each shard all-reduced with its replicas on the other nodes. It needs InGrid, whose norm counts
-    replicas once. On nodes of n ranks, G of them, a rank sends 2 (G-1)/G P/n e bytes across in a
-    step.
+    replicas once.
 
         node 0    rank 0: shard 0    rank 1: shard 1      node    0 1 | 2 3    (rows of a grid)
         node 1    rank 2: shard 0    rank 3: shard 1      across  0 2 | 1 3    (columns)
 
-    dp, tp = groups_along(-1, t)
-    across, node, _ = groups_along(-1, n, t)    # each node has n ranks of a column
-    zero = ComposedZeRO(model, dp, 1, torch.optim.AdamW, hsdp={dp: (node, across)})
+    across, node = groups_along(-1, n)          # n ranks in a node
+    everyone = dist.group.WORLD
+    fsdp = ComposedFSDP(model, everyone, torch.optim.AdamW, hsdp={everyone: (node, across)})
 
-    hsdp    {group: (node, across)}, for the data-parallel group, and for that of experts. across:
-            None if there is one node. A group that is missing here is split as a whole"""
+    # with tensor parallelism a node has n t ranks, n of each column
+    across, node, _ = groups_along(-1, n, t)
+    fsdp = ComposedFSDP(model, dp, torch.optim.AdamW, hsdp={dp: (node, across)})
+
+    hsdp    {group: (node, across)}, for the data-parallel group, and for that of experts, if they
+            are to be split inside nodes, too"""
 
     def __init__(self, model, group, *arguments, hsdp=None, **options):
         self.hsdp = hsdp or {}
         self.replica_sums = []  # on their way
-        check_hsdp(self.hsdp)
+        check_hsdp(self.hsdp, group)
         super().__init__(model, group, *arguments, **options)
 
     def make_bucket(self, parameters, group, **options):
@@ -189,18 +227,27 @@ class InPipeline:
 
 
 class ZeROInPipeline(InPipeline, ComposedZeRO):
-    """The arguments of both."""
+    """For ranks with several stages, or a backward in two parts:
+
+    stages = {stage: its module}    # this rank's
+    model, options = nn.ModuleList(stages.values()), dict(pipeline_stages=stages, microbatches=m)
+    zero = ZeROInPipeline(model, dp, 1, torch.optim.AdamW, **options)
+    SplitPipeline(..., around=zero.around)    # of zero_bubble.py, or Pipeline
+    norm = zero.grad_norm([tp], pp)"""
 
 
 class FSDPInPipeline(InPipeline, ComposedFSDP):
-    """The same for FSDP."""
+    """FSDP, as ZeROInPipeline."""
 
 
 # --- mistakes that would be silent: refused
 
 
-def check_hsdp(hsdp):
-    """Else some gradients are not summed, or those of different shards are."""
+def check_hsdp(hsdp, data_group):
+    """Else some gradients are not summed, or those of different shards are; or nodes split nothing,
+    because another object for the same ranks is not found."""
+    if hsdp and data_group not in hsdp:
+        raise ValueError("hsdp needs the data-parallel group itself as a key, the same object")
     for group, (node, across) in hsdp.items():
         here = dist.get_rank(node), dist.get_world_size(node), is_within(node, group)
         found = [here]

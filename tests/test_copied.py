@@ -260,18 +260,16 @@ def assert_trained(named, whole, piece=lambda full, p: full):
     "files, of, model, optimizer",
     [
         ("ddp", "README", "torch", "sgd"),
-        ("ddp", "sum_gradients", "mlp", "SGD"),
         ("ddp", "sum_gradients", "torch", "sgd"),
         ("ddp", "DDP", "torch", "sgd"),
-        ("parameter_server", "push", "mlp", "sgd"),
         ("parameter_server", "push", "torch", "sgd"),
         ("parameter_server", "serve", "torch", "sgd"),
-        ("zero", "PlainZeRO", "mlp", "SGD"),
         ("zero", "PlainZeRO", "torch", "adamw"),
         ("zero", "ZeRO", "torch", "AdamW"),
         ("zero fsdp", "FSDP", "torch", "AdamW"),
         ("muon", "Muon", "torch", "Muon"),
         ("composition", "sum_in_grid", "torch", "AdamW"),
+        ("zero fsdp composition zero_in_grid", "PlainZeROInGrid", "torch", "adamw"),
     ],
 )
 def test_usage_of_data_parallelism(copied, files, of, model, optimizer):
@@ -280,11 +278,14 @@ def test_usage_of_data_parallelism(copied, files, of, model, optimizer):
 
     def work(rank):
         module = importlib.import_module(files.split()[-1])
-        whole_steps = of in ("README", "PlainZeRO")
+        plain_zero = of.startswith("PlainZeRO")
+        whole_steps = of == "README" or plain_zero
         use = Layout(MODELS[model](), optimizer, microbatches=1 if whole_steps else 2)
         if of == "serve":  # one worker is one process
             use.shares, use.share = 1, 0  # all rows
         names = loop_names(use, module) | {"make": use.make_optimizer, "steps": STEPS}
+        if of.endswith("Grid"):
+            names["groups_along"] = importlib.import_module("composition").groups_along
         names |= dict(t=1, split=lambda model, tp: None)
         for p in use.model.parameters():
             if of == "sum_gradients" or of == "push" and p.requires_grad:
@@ -294,16 +295,17 @@ def test_usage_of_data_parallelism(copied, files, of, model, optimizer):
             names["batches"] = [(*part, count) for [part], count in names["batches"]]
         else:
             code = usage(getattr(module, of)).replace("torch.optim.SGD", "make")
-        if of == "PlainZeRO":
+        if plain_zero:
             names["target_count"] = names["batches"][0][1]
             names["batches"] = [part for [part], _ in names["batches"]]
         exec(code, names)
-        weights, clips = use.named(), of.endswith(("ZeRO", "FSDP", "Muon")) and of != "PlainZeRO"
-        whole = one_process(model, optimizer, limit=1.0 if clips or of == "sum_in_grid" else 0)
+        weights, clips = use.named(), of.endswith(("ZeRO", "FSDP", "Muon")) and not plain_zero
+        clipped = clips or of in ("sum_in_grid", "PlainZeROInGrid")
+        whole = one_process(model, optimizer, limit=1.0 if clipped else 0)
         if clips:
             sharded = names[of.lower()]
             weights = dict(sharded.gather_full([*weights.items()]))
-        if of in ("push", "serve", "PlainZeRO"):  # no rank has all gradients
+        if of in ("push", "serve") or plain_zero:  # no rank has all gradients
             whole = None, dict.fromkeys(whole[1]), whole[2]
         if of not in ("push", "serve") or rank == 0:
             assert_trained(weights, whole)
@@ -313,19 +315,20 @@ def test_usage_of_data_parallelism(copied, files, of, model, optimizer):
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-@on_top_of("zero", 3)
-def test_micro_batches_of_plain_zero(zero, stage):
-    use = Layout(MODELS["mlp"](), "SGD", microbatches=2)
-    plain = zero.PlainZeRO(use.model, group.WORLD, use.make_optimizer)
-    for parts, target_count in loop_names(use, zero)["batches"]:
-        for i, (x, y) in enumerate(parts):
+@on_top_of("zero fsdp tensor_parallel sequence_parallel tensor_overlap composition zero_in_grid", 4)
+def test_micro_batches_of_plain_zero(zero, fsdp, tp, sp, overlap, composition, in_grid, stage):
+    use = Layout(MODELS["heads"](), "SGD", tp=2, tensor="sequence")
+    plain = in_grid.PlainZeROInGrid(use.model, use.data, use.make_optimizer)
+    for x, y, count in (batch(step, use.length) for step in range(STEPS)):
+        for i, part in enumerate(use.parts(x, y)):
             if stage == 2 and i > 0:
                 plain.reduce()
-                assert all(p.grad is None for p in use.model.parameters())
-            (flat_cross_entropy(use.model(x), y, reduction="sum") / target_count).backward()
+            use.backward(*part, count)
+        plain.clip(plain.grad_norm([use.tp]), LIMIT)
         plain.step()
-    expected = one_process("mlp", "SGD", limit=0)[2]
-    torch.testing.assert_close(use.named(), expected, rtol=1e-10, atol=1e-10)
+    weights = one_process("heads", "SGD")[2]
+    for name, p in use.named().items():
+        torch.testing.assert_close(p.detach(), piece(weights[name], cuts_of(p)), atol=1e-10, rtol=0)
 
 
 @on_top_of("zero fsdp", 3)

@@ -53,8 +53,8 @@ Muon(model, world, iter([]))  # no matrices
 setattr(model[1].weight, "placement", {}) or Muon(model, world, [model[1].weight])  # has cut
 """,
     "zero fsdp composition zero_in_grid": """
-ComposedZeRO(model, world, 2, SGD, hsdp=dict([(world, {(world, world) | (alone(), None)})]))
-    # one rank of each node, with the same
+ComposedZeRO(model, world, 2, SGD, hsdp=dict([
+    {(world, (world, world)) | (world, (alone(), None)) | (alone(), (world, None))}]))  # hsdp needs
 setattr(model[1].weight, "placement", {}) or ZeRO(model, world, 1, SGD)  # has cut the model
 """,
     "composition": """

@@ -370,7 +370,7 @@ first piece on every rank: tensor_parallel:span
 all shards equal: harness.placement:placement
     "placement", {}) -> "placement", {}) | first_cuts(parameter)
     sgd --tp 2 -> step 1, forward: the output of blocks.0 on all ->
-shards counted as copies: composition:norm_of_parts
+shards counted as copies: zero_in_grid:norm_of_parts
     / count_ranks(groups_cutting(p)) -> / 1
     llama --tp 4 --zero 1 -> step 1, the norm ->
 gradients of keys never come home: packed_documents:DocumentRingAttention.backward

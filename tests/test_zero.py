@@ -190,7 +190,7 @@ def test_shards_are_the_model_and_differ(ranks):
         pairs = [dist.new_group(pair) for pair in ([0, 1], [1, 2])]
         if rank == 1:
             with pytest.raises(ValueError, match="all of the group"):
-                zero_in_grid.check_hsdp({pairs[0]: (pairs[1], None)})
+                zero_in_grid.check_hsdp({pairs[0]: (pairs[1], None)}, pairs[0])
         frozen = nn.Parameter(torch.ones(2), False)
         assert composition.norm_in_grid([frozen], [dist.group.WORLD]) == 0
         whole = dict(sharded.gather_full(model.named()))
