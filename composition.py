@@ -12,8 +12,8 @@ Sum       Over a column: its ranks have the same shard and saw other data. Not o
           There are three exceptions, which the attribute p.placement names: experts, parameters
           that saw a part of the tokens, and a matrix that two stages of a pipeline share.
 Norm      Every element counts once. A rank squares its part of each gradient and divides by the
-          number of ranks that have the same part. The whole grid adds up; so do the stages of a
-          pipeline.
+          number of ranks that have the same part. All ranks of the grid add these up, and then
+          the stages of a pipeline do.
 Sent      As by each alone, but data parallelism sends only a rank's shards. For the norm 8 bytes
           per group. What sends most goes into the rows, on neighbours in a node: here tp.
 Use       docs/use/two-techniques.md has loops for the usual pairs, and one for three techniques;
@@ -30,8 +30,8 @@ import math
 import torch
 import torch.distributed as dist
 
-# --- the plainest form: sum each gradient over the right ranks, and count each element once. It
-#     calls the checks at the end
+# --- the plainest form: sum each gradient over the right ranks, and count each element once.
+#     placed() reads p.placement, listed below. check_...(), at the end, refuse mistakes
 
 
 def groups_along(*sizes):
@@ -51,8 +51,9 @@ def sum_in_grid(parameters, data_group):
 
         dp, tp = groups_along(-1, t)                 # this rank's column, and its row of t ranks
         split(model, tp)                             # yours: see docs/use/two-techniques.md
-        # Weights are equal on all ranks, batches on those of a row: draw them by dp.rank()
-        for micro_batches, target_count in batches:  # of dp.size() batches; the targets of all
+        # A row's ranks draw the same micro-batches, by dp.rank(). target_count: the valid targets
+        # of all rows' micro-batches together
+        for micro_batches, target_count in batches:
             optimizer.zero_grad()
             for x, y in micro_batches:
                 loss = cross_entropy(model(x), y, reduction="sum") / target_count
@@ -62,8 +63,9 @@ def sum_in_grid(parameters, data_group):
             torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
             optimizer.step()
 
-    If the head is split too, take VocabParallelCrossEntropy, of tensor_parallel.py. A parameter
-    that no rank used gets zeros, so weight decay moves it."""
+    Before the split all ranks have equal weights. If the head is split too, take
+    VocabParallelCrossEntropy, of tensor_parallel.py. A parameter that no rank used gets zeros, so
+    weight decay moves it."""
     for p in parameters:
         if p.requires_grad:
             replicas = placed(p, "data", data_group)
@@ -81,7 +83,8 @@ def sum_in_grid(parameters, data_group):
 #                dimension, the group's other ranks the rest. up.weight (512, 128) on tp rank 1 of
 #                2: {0: (tp, 256, 256)}, rows 256 to 511. The dimension None: p is whole, but the
 #                group's other ranks have other parameters in its place, such as other experts
-#     "data"     of an expert: the ranks with a replica of it. Sum over them, not over a column
+#     "data"     of an expert: the ranks with a replica of it that saw other tokens. Sum over them,
+#                not over a column. Often this rank only: groups_along(-1, 1)[1]
 #     "partial"  [tp]: sum over tp, too. With sequence parallelism LayerNorm's weight is whole, but
 #                each tp rank's saw a part of the tokens. Or [ends], of a tied matrix: the first and
 #                the last stage have a copy each, with a part of its gradient. ends: a group of only
@@ -99,15 +102,13 @@ def groups_cutting(p):
     return [group for group, _, _ in placed(p, "cuts", {}).values()]
 
 
-def norm_in_grid(parameters, groups):
-    """The norm of the whole gradient, a float64 scalar, the same on all ranks. groups: all
-    dimensions of the grid in which ranks have shards or copies of the same parameters, [dp, tp]:
-    dp, too, because experts may be cut over it. Not a pipeline's, whose ranks have other parameters
-    (not checked). Add up their squares:
+def norm_in_grid(parameters, groups, pipeline_group=None):
+    """The norm of the whole gradient, a float64 scalar, the same on all ranks.
 
-        # parameters: of this stage. Leave a tied matrix out on one of its two stages
-        square = norm_in_grid(parameters, [dp, tp]).square()
-        dist.all_reduce(square, group=pp)                       # then .sqrt()"""
+    groups            the dimensions of the grid in which ranks have shards or copies of the same
+                      parameters: [dp, tp]. dp, too: it has copies, and experts may be cut over it
+    pipeline_group    pp, if there is one. It is not in groups (not checked), because its ranks have
+                      other parameters. Leave a tied matrix out of `parameters` on one end"""
     parameters = list(parameters)
     trained = [p for p in parameters if p.grad is not None]
     check_grid(trained, groups)
@@ -117,8 +118,8 @@ def norm_in_grid(parameters, groups):
         # each half of the matrix is on 4 / 2 = 2 ranks, the bias on 4 / 1 = 4
         copies = count_ranks(groups) / count_ranks(groups_cutting(p))
         square += torch.linalg.vector_norm(p.grad, dtype=torch.float64).square() / copies
-    for group in groups:
-        dist.all_reduce(square, group=group)
+    for group in groups if pipeline_group is None else [*groups, pipeline_group]:
+        dist.all_reduce(square, group=group)  # one dimension after the other: the whole grid
     return square.sqrt()
 
 
@@ -130,8 +131,8 @@ def count_ranks(groups):
 
 
 def norm_of_parts(parts, groups, device, pipeline_group=None):
-    """norm_in_grid with three changes. ZeRO leaves a rank a shard of each gradient. The stages of a
-    pipeline add up. Gradients with equally many copies are squared together, in few kernels.
+    """norm_in_grid with three changes. ZeRO leaves a rank a shard of each gradient. A tied matrix
+    counts once. Gradients with equally many copies are squared together, in few kernels.
 
     parts    [(parameter, what this rank has of its gradient, into how many shards it is split)]"""
     check_grid([p for p, _, _ in parts], groups)
@@ -166,7 +167,8 @@ def check_data_group(p, data_group):
 def check_grid(parameters, groups):
     cut_over = set()
     for p in parameters:
-        if placed(p, "data", None) is None:  # experts' groups need not be rows of this grid
+        # Experts' groups need not be those of a grid of several: they are checked with one only
+        if placed(p, "data", None) is None or len(groups) == 1:
             cut_over.update(groups_cutting(p))
     for group in cut_over:
         if not any(is_within(group, of_grid) for of_grid in groups):
@@ -201,7 +203,7 @@ def main():
     launch(flags().parse_args(), demo)
 
 
-def launch(args, demo, check_column=lambda ranks: None):
+def launch(args, demo, check_column=lambda ranks: None):  # zero_in_grid.py has a check of its own
     config = harness.configure(args)
 
     def check(world):
