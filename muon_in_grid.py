@@ -7,12 +7,15 @@
     dp 1   rank 2: B's left half  <--->  rank 3: B's right half    iterates on it, keeps its half
 
 As in muon.py each shard has one owner in its column: gradients are reduced to it, and it broadcasts
-the new weights. Momentum and weight decay work element by element, so they stay with the shards.
-Only the iteration needs the whole matrix: its owners, all in one row, gather the direction.
+the new weights. All columns deal out their shards alike, so the owners of a matrix are in one row.
+Momentum and weight decay work element by element: they stay with the shards. Only the iteration
+needs the whole matrix. So the row gathers the direction, which is the momentum a step ahead.
 
-Sent      Beside what muon.py sends, on t tp ranks: an owner sends t-1 shards of each cut matrix.
-Computed  All t owners iterate on the same matrix, t times the arithmetic. Instead an all-to-all
-          could deal t matrices out to the t ranks, and a second one bring the shards back.
+Sent      Beside what muon.py sends, with t tp ranks: t-1 shards of each cut matrix by each owner.
+          On average (t-1)/N times the bytes of a rank's cut shards, with N ranks in a column.
+Computed  All t owners iterate on the same matrix: 2 t % of the model's work in muon.py's example,
+          not 2%. Instead an all-to-all could deal t matrices out to the t ranks, and a second one
+          bring the shards back.
 Cuts      Only a cut through matrices needs the all-gather. With p.matrix_rows (muon.py) a rank's
           heads of q, k and v are whole matrices. So are whole experts. AdamW takes any shard.
 Norm      As in composition.py. A column's ranks own different elements, so they are no copies.
@@ -39,13 +42,17 @@ class ShardedMuon(PlainMuon):
     """PlainMuon for shards of matrices. All ranks that share a matrix gather the direction, iterate
     on the whole, and keep their part.
 
-        dp, tp = groups_along(-1, t)                # of composition.py. Then cut the model over tp
-        matrices = [p for p in model.blocks.parameters() if p.dim() > 1]    # in the same order
-        optimizer = ShardedMuon(matrices, lr=1e-3)  # and an AdamW for all other parameters
-        step_by_owner(optimizer, adamw, dp)         # of muon.py. Without dp both optimizers' step()
+        dp, tp = groups_along(-1, t)                # of composition.py: this rank's column and row
+        split(model, tp)                            # yours: see docs/use/two-techniques.md
+        # Lists, not sets: all ranks must send in the same order
+        matrices = [p for p in model.blocks.parameters() if p.dim() > 1]    # after the split
+        optimizer = ShardedMuon(matrices, lr=1e-3)  # and adamw, with all other parameters
+        # After backward, as in step_by_owner of muon.py. Without dp call both optimizers' step()
+        step_by_owner(optimizer, adamw, dp)
 
-    Experts and sequence parallelism sum some gradients over other groups: ComposedMuon, below,
-    knows them."""
+    A shard without p.placement (composition.py) counts as a whole matrix: no error, but a wrong
+    update, and a wrong norm below. Experts and sequence parallelism sum some gradients over other
+    groups: ComposedMuon, below, knows them."""
 
     def update_of(self, direction, p, dtype):
         cuts = self.cuts_within(p)
@@ -62,12 +69,13 @@ class ShardedMuon(PlainMuon):
         return part
 
     def cuts_within(self, p):
-        """The cuts through p's matrices, as [(dimension, cut)]. p may be many matrices: experts one
-        behind the other, heads one above the other. A cut between two leaves both whole."""
+        """The cuts that leave no rank a whole matrix, as [(dimension, cut)]. The last two
+        dimensions are a matrix's. A cut of an earlier one only deals out whole experts."""
         rows, columns = p.dim() - 2, p.dim() - 1
-        # With matrix_rows each head's rows are a matrix: a cut of rows is then between heads
-        through = [columns] if hasattr(p, "matrix_rows") else [rows, columns]
-        return [(dim, cut) for dim, cut in placed(p, "cuts", {}).items() if dim in through]
+        within = [rows, columns]
+        if hasattr(p, "matrix_rows"):
+            within = [columns]  # each head's rows are a matrix: a cut of rows lies between heads
+        return [(dim, cut) for dim, cut in placed(p, "cuts", {}).items() if dim in within]
 
 
 # --- in a grid: each shard has an owner in its column
@@ -88,7 +96,9 @@ class ComposedMuon(Muon):
             muon.clip(muon.grad_norm([tp]), 1.0)
             muon.step()
 
-    pipeline_stages: {stage: its module}, for a rank with several stages of a pipeline."""
+    With a pipeline the norm is grad_norm([tp], pp); a rank with several stages needs
+    pipeline_stages={stage: its module}. docs/use/two-techniques.md has the loop: put ComposedMuon
+    in ZeRO's place."""
 
     optimizer_class = ShardedMuon
 
@@ -180,7 +190,7 @@ def demo(run):
     muon = ComposedMuon(model, dp, matrices, **options)
     # --prove repeats the run on one process: PlainMuon for the matrices, AdamW for the rest
     run.make_optimizer = receipts.muon.one_process(PlainMuon)
-    zero_in_grid.train(run, model, muon, tp, dp)
+    zero_in_grid.train(run, model, muon, tp, dp)  # the loop of ComposedMuon's docstring
 
     sizes = sizes_of(args, run.config, dp.size())
     groups = {"dp": Group("dp", dp.size()), "tp": Group("tp", args.tp)}
