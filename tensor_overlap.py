@@ -1,6 +1,6 @@
 """Tensor and sequence parallelism, faster: f's message travels while backward computes.
 
-Read tensor_parallel.py first, and sequence_parallel.py for what has --sp. A linear layer's backward
+Read tensor_parallel.py first; what has --sp is for sequence_parallel.py. A linear layer's backward
 gets dy, the gradient of its output, and computes dx, that of its input, and dW and db, those of its
 parameters. In those files autograd computes all three, and then calls f's backward, which sends dx
 and waits. But dW and db don't need what f sends:
@@ -17,12 +17,12 @@ So f and the layers behind it become one autograd function, because within one f
 the order. --gather-again is the paper's own form (Korthikanti et al. 2022): hold this rank's T/t
 tokens of x until backward, instead of all T, and gather them once more.
 
-When is it hidden? The layers behind one f have H outputs in all, before the cut. dW takes
-2 B T C H/t operations. The message has 2 r B T C e bytes, r = (t-1)/t, half with --sp. On H100s
-(400 TFLOP/s, 450 GB/s) with t = 8 and 16 bits H must be above 12,500, with --sp 6,200. Llama 2 70B
-has 10,240 in q, k and v, and 57,344 in gate and up. g's messages, and all in forward, are waited
-for. A GPU must begin a message before the matmuls that hide it: Megatron-LM sets
-CUDA_DEVICE_MAX_CONNECTIONS=1 for that.
+When is it hidden? Let N be the outputs of all layers behind one f, before the cut. dW takes
+2 B T C N/t operations, and the all-reduce sends 2 B T C e (t-1)/t bytes. At s operations and w
+bytes a second it is hidden if N > (t-1) e s / w: for H100s (400 TFLOP/s, 450 GB/s), t = 8 and 16
+bits 12,500, with --sp half of it. Llama 2 70B has 10,240 in q, k and v, and 57,344 in gate and up.
+g's messages, and all in forward, are waited for. On GPUs set CUDA_DEVICE_MAX_CONNECTIONS=1, as
+Megatron-LM asks for: else the message may start late. The results are the same.
 
     torchrun --nproc_per_node=4 tensor_overlap.py
     python tensor_overlap.py --sp --gather-again --nproc 2
@@ -64,11 +64,12 @@ class EnterLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        dx = dy @ weight.to(dy.dtype)  # this rank's part of the sum. (F.linear's cast, in autocast)
+        x, weight = x.to(dy.dtype), weight.to(dy.dtype)  # under autocast F.linear cast them too
+        dx = dy @ weight  # this rank's part of the sum
         message = dist.all_reduce(dx, group=ctx.group, async_op=True)
-        x, dy = x.flatten(0, -2).to(dy.dtype), dy.flatten(0, -2)  # (B T, ...)
-        dw = dy.T @ x
-        db = dy.sum(0) if ctx.needs_input_grad[2] else None  # without a bias
+        rows = dy.flatten(0, -2)  # (B T, out / t)
+        dw = rows.T @ x.flatten(0, -2)
+        db = rows.sum(0) if ctx.needs_input_grad[2] else None  # None also without a bias
         message.wait()
         return dx, dw, db, None
 
@@ -174,18 +175,23 @@ def gradients_of_parameters(dys, x, needed):
 
 # --- a model of yours. First the recipe of tensor_parallel.py, or of sequence_parallel.py. Then
 #
+#     again = False  # True: hold x (B, T/t, C). Only after sequence_parallel.py's recipe
+#     pairs = [model.head]  # each is Sequential(Enter, the layer)
 #     for block in model.blocks:
-#         for pair in block.attn.qkv, block.mlp.up:  # each is Sequential(Enter, the layer)
-#             pair[0] = EnterAndProject(pair[0], [pair[1]])
-#             [pair[1]] = pair[0].layers
+#         pairs += [block.attn.qkv, block.mlp.up]
+#     for pair in pairs:
+#         enter, layer = pair
+#         pair[0] = EnterAndProject(enter, [layer], again)
+#         pair[1] = pair[0].layers[0]
 #
-# Layers that share the Enter behind a norm = nn.Sequential(the norm, Enter(group)):
+# Where gate and up share one Enter, in norm = nn.Sequential(the norm, Enter(group)):
 #
-#   norm[1] = EnterAndProject(norm[1], [mlp.gate, mlp.up])
+#   norm[1] = EnterAndProject(norm[1], [mlp.gate, mlp.up], again)
 #   mlp.gate, mlp.up = norm[1].layers
 #
-# The head is a pair, too. Parameters stay the same tensors, so optimizers and ties stay valid.
-# Leave no other Enter before them: the gradient of its input would be t times too large, silently.
+# Parameters stay the same tensors, so optimizers and ties stay valid. Leave no other Enter before
+# them: the gradient of its input would be t times too large, on all ranks alike, so nothing sees it
+# but grad_norm, which must be the same before and after this.
 
 # --- for model.py's GPT ---
 
@@ -265,8 +271,8 @@ def show_order(run, model):
     with Order() as order:
         torch.autograd.grad(loss, list(model.parameters()))
     began = order.names[: 4 if run.args.gather_again else 3]
-    said = "backward of the head begins with " + ", ".join(began)
-    run.print(f"{said} (tensor_parallel.py's: mm, mm, allreduce)")
+    plain = "sequence_parallel.py" if run.args.sp else "tensor_parallel.py"
+    run.print(f"backward of the head starts {', '.join(began)} ({plain}: mm, mm, the message)")
 
 
 def demo(run):

@@ -50,7 +50,7 @@ BUDGETS = {
     "benchmarks": 2500,
 }
 CEILINGS = {
-    "harness": 2172,
+    "harness": 2165,
     "proof": 1564,
     "receipts": 2300,
     "trainer": 2230,
