@@ -128,7 +128,9 @@ class ShardedBucket:
         self.trainable = parameters[0].requires_grad
         self.reduce_each = reduce_each and stage >= 2  # else in the last pass only
         self.passes = self.passes_left = passes
-        self.grads_left = len(parameters)  # that the running pass has yet to bring
+        # Gradients of each parameter that have come, for the running pass and for later ones: a
+        # backward in two parts (zero_bubble.py) brings some of the next micro-batch's early
+        self.arrived = [0] * len(parameters)
         self.gathering = None  # the all-gather of new weights that is on its way
         # Where the parameters are in the flat tensor, and where the shard is
         ends = list(accumulate(p.numel() for p in parameters))
@@ -184,7 +186,11 @@ class ShardedBucket:
     def add(self, i, gradient):
         self.allocate_gradients()
         self.gradients[self.slices[i]].add_(gradient.flatten())
-        self.grads_left -= 1
+        self.arrived[i] += 1
+
+    def end_pass(self):
+        self.passes_left -= 1
+        self.arrived = [max(n - 1, 0) for n in self.arrived]
 
     def start_reduction(self):
         """Start to sum the gradients over the ranks. Returns a function that waits for the sum."""
@@ -357,10 +363,9 @@ class ZeRO:
         """Start to reduce the queue's next buckets, as long as they are full or in `anyway`."""
         # All ranks start them in one order, or they would add up the wrong buckets, silently. So a
         # bucket that is full early waits for those before it
-        while self.queue and (self.queue[0].grads_left == 0 or self.queue[0] in anyway):
+        while self.queue and (all(self.queue[0].arrived) or self.queue[0] in anyway):
             bucket = self.queue.pop(0)
-            bucket.passes_left -= 1
-            bucket.grads_left = len(bucket.parameters)  # for the next pass
+            bucket.end_pass()
             if bucket.reduce_each or bucket.passes_left == 0:
                 self.reductions.append((bucket, bucket.start_reduction()))
             if self.stage >= 2:

@@ -86,7 +86,7 @@ moe       --dp 4 --ep 2 --expert-chunks 2 --recompute half
 moe-top-1 --dp 3 --ep 3 --microbatches 2
 moe-gpt2  --tp 2 --sp --microbatches 2 --recompute selective
 moe-gpt2  --tp 2 --sp --gather-again --dp 2 --ep 2 --zero 1 --layers 2
-moe-gpt2  --dp 2 --ep 2 --pp 2 --schedule zb-v --zero 3 --microbatches 2 --recompute block DEEP
+moe       --dp 2 --ep 2 --pp 2 --schedule zb-v --zero 2 --microbatches 3 --recompute block DEEP
 moe       --tp 2 --sp --ep 2 --fold-experts --gather-again --microbatches 2 --recompute block
 moe-gpt2  --schedule dualpipev --tp 2 --sp --ep 2 --fold-experts --microbatches 2 SHALLOW
 moe-top-1 --tp 2 --sp --dp 2 --ep 4 --fold-experts --zero 1 --expert-chunks 2 --recompute half
@@ -108,7 +108,7 @@ dropout   --cp 2 --tp 2 --sp --microbatches 2
 moe-gpt2  --cp 2 --dp 2 --ep 4 --zero 1
 moe       --cp 2 --dp 2 --ep 2 --tp 2 --sp --zero 2 --recompute block --layers 2
 moe       --dp 2 --tp 2 --pp 2 --cp 2 --ep 4 --sp --zero 3 --schedule zb-h1 --microbatches 2 SHALLOW
-llama     --pp 2 --dp 2 --schedule zb-h2 --zero 3 --microbatches 3
+llama     --pp 2 --dp 2 --schedule zb-h1 --zero 1 --microbatches 3 --bucket-mb 0.02
 sgd       --dp 2 --schedule zb-h1 --microbatches 3
 docs      --dp 1 --microbatches 2
 docs      --tp 2 --sp --pp 2 --schedule zb-v --microbatches 3 DEEP
