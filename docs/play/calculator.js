@@ -92,8 +92,8 @@ function blockBytes(c, recompute) {
 
 // {kind: bytes} that a rank sends in a step.
 function sentBy(c, own, buckets) {
-  const { x, forwards } = c, n = c.m * c.n, wide = n * x.width * E, norm = c.zero ? 8 : 0;
-  const scalars = c.ep > 1 ? 16 : 8; // squared norms, of experts apart
+  const { x, forwards } = c, n = c.m * c.n, wide = n * x.width * E;
+  const norm = 8, lossAndNorm = 16; // each is summed as one number in float64
   const twice = (size, ranks) => (2 * (ranks - 1) * size) / ranks; // an all-reduce
   const shared = x.experts && x.shared ? 1 : 0, repeated = forwards > 1 ? 1 + shared : 0;
   const routed = x.experts ? n * x.top_k * own.blocks : 0, loss = own.head ? 12 * n : 0;
@@ -102,17 +102,17 @@ function sentBy(c, own, buckets) {
     const norms = c.recompute === "selective" ? (x.mlp === "gelu" && !x.experts ? 2 : 1) : 0;
     const times = 8 + 4 * shared + repeated + (repeated ? 1 + repeated : norms);
     const small = routed * ((E + 8) * forwards + E);
-    sent.tensor = r * ((times * own.blocks + 2 * ends) * wide + small) + twice(loss + scalars, c.tp);
+    sent.tensor = r * ((times * own.blocks + 2 * ends) * wide + small) + twice(loss + norm, c.tp);
   } else {
     const times = (4 + repeated + 2 * shared) * own.blocks + ends;
-    sent.tensor = twice(times * wide + routed * E + loss + scalars, c.tp);
+    sent.tensor = twice(times * wide + routed * E + loss + norm, c.tp);
   }
   const keys = (2 * n * (x.kv_heads / c.tp) * x.width) / x.heads;
   sent.ring = c.cp > 1 ? own.blocks * keys * ((forwards + 1) * (c.cp - 1) * E + c.cp * 4) : 0;
   const away = own.blocks * (1 - 1 / c.ep), counts = forwards * away * c.m * x.experts * 8;
   const rows = (forwards + 1) * away * 2 * x.top_k * wide;
-  sent.experts = c.ep > 1 ? rows + counts + twice(8, c.ep) : 0;
-  sent.pipeline = twice(16, c.pp) + (own.messages * wide) / (c.sp ? c.tp : 1);
+  sent.experts = c.ep > 1 ? rows + counts : 0;
+  sent.pipeline = twice(lossAndNorm, c.pp) + (own.messages * wide) / (c.sp ? c.tp : 1);
   for (const bucket of buckets) {
     const ranks = c.data / (bucket.apart ? c.ep : 1), part = (ranks - 1) / ranks;
     const sums = bucket.size * REDUCED * (c.zero >= 2 ? c.m * bucket.stages.length : 1);
@@ -121,7 +121,7 @@ function sentBy(c, own, buckets) {
     if (bucket.partial === "tp") sent.tensor += twice(bucket.length * REDUCED, c.tp);
     if (bucket.partial === "tied") sent.gradients += twice(bucket.length * REDUCED, 2);
   }
-  sent.gradients += twice(8 + norm, c.data) + (c.ep > 1 ? twice(norm, c.data / c.ep) : 0);
+  sent.gradients += twice(lossAndNorm, c.data);
   return sent;
 }
 
