@@ -46,7 +46,7 @@ BUDGETS = {
     "trainer": 1900,
     "simulator": 1800,
     "exercises": 300,
-    "tests": 11000,
+    "tests": 12500,
     "benchmarks": 2500,
 }
 CEILINGS = {
@@ -56,7 +56,7 @@ CEILINGS = {
     "trainer": 2230,
     "simulator": 1962,
     "exercises": 300,
-    "tests": 12419,
+    "tests": 12500,
     "benchmarks": 2508,
 }
 DEMO = "# --- demo ---"
