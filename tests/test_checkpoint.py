@@ -264,6 +264,67 @@ def steps_in(folder):
     return sorted(os.listdir(folder))
 
 
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    "reads, number",
+    [("crc_of_file", 13), ("crc_of_file", 5), ("read", 116), ("checkpoints_in", 13)],
+)
+def test_what_cannot_be_read_is_not_broken(ranks, text, tmp_path, saved, reads, number):
+    """No permission, a disk or a server that fails, on one of two ranks: nothing is touched."""
+    shutil.copytree(saved[0], tmp_path / "out")
+    before = contents(tmp_path / "out")
+
+    def unreadable(run, right=getattr(checkpoint, reads)):
+        def read(path):
+            if run.rank == 1:
+                raise OSError(number, os.strerror(number))
+            return right(path)
+
+        setattr(checkpoint, reads, read)
+
+    flags = "--layers 2 --dp 2 --zero 1 --steps 9 --save-every 1 --keep 1 --resume"
+    code, said = layout(ranks, text, flags, tmp_path / "out", unreadable)
+    assert code == 2 and os.strerror(number) in said and "nothing was changed" in said
+    assert contents(tmp_path / "out") == before
+
+
+def test_a_run_removes_only_what_it_has_written_or_read(ranks, text, tmp_path, saved):
+    """Not another run's, nor one that can't be opened, nor one that appears while it runs."""
+    out = tmp_path / "out"
+    shutil.copytree(saved[0], out)
+    index = checkpoint.read_index(out / "step-00000001")
+    index["seed"] = 9
+    index["crc32"] = checkpoint.crc_of(index)
+    (out / "step-00000001/index.json").write_text(json.dumps(index))
+    (out / f"step-00000002/{FILE}").unlink()
+    (out / "step-00000005").mkdir()
+    (out / "step-00000005/index.json").touch()
+
+    def plant(run, read=checkpoint.newest):
+        def then(*args):
+            found = read(*args)
+            (out / "step-00000006").mkdir()
+            return found
+
+        checkpoint.newest = then
+
+    flags = "--layers 2 --steps 7 --resume --save-every 1 --keep 1"
+    assert layout(ranks, text, flags, out, plant)[0] == 0
+    assert steps_in(out) == [f"step-0000000{step}" for step in (1, 2, 6, 7)]
+
+
+def test_files_follow_the_umask(ranks, text, tmp_path):
+    """Checkpoints, exports, logs, recordings and traces."""
+    flags = [f"--{name} {tmp_path}/{name}" for name in ("export", "log-to", "record", "profile-to")]
+    flags = f"--layers 1 --steps 6 {' '.join(flags)}"
+    code, _ = layout(ranks, text, flags, tmp_path / "out", lambda run: os.umask(0o027))
+    modes = {path: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*") if path.is_file()}
+    assert code == 0 and len(modes) >= 13 and {*modes.values()} == {0o640}, modes
+
+
 def fails(run, ends):
     """The second rank's file of step 4 is cut short: by a full disk, or (ends) by a kill."""
 

@@ -19,17 +19,20 @@ parameter lies, or are one number ("step"). With mixed precision the master weig
 A checkpoint is whole or absent. The ranks write into a folder with another name. When all have
 succeeded, rank 0 adds the index and renames the folder, which is atomic. The index has the crc32 of
 every file and its own: a truncated file or a flipped bit is seen, and the checkpoint before it is
-taken.
+taken. A file that can't be read is not broken: it ends the run, and nothing is touched. A run
+removes and replaces only checkpoints that it has written or read itself: `owned`, a set of names.
 """
 
+import contextlib
+import errno
 import functools
 import json
 import math
-import mmap
 import os
 import pathlib
 import re
 import shutil
+import time
 import zlib
 from typing import NamedTuple
 
@@ -181,10 +184,14 @@ def whole_weights(run, model, optimizer, island=None):
 # --- writing
 
 
-def write_checkpoint(folder, step, header, pieces, keep=0):
-    """Write a checkpoint of all ranks' pieces. header: plain data that goes into the index, and
-    that a run must share to go on (see `newest`). keep: how many stay, 0 = all. Called by all
-    ranks. Raises Refused, on every rank, where it can't write; then nothing of it stays."""
+def write_checkpoint(folder, step, header, pieces, keep=0, owned=None, left=()):
+    """Write a checkpoint of all ranks' pieces. Called by all ranks. Raises Refused, on every rank,
+    where it can't write; then nothing of it stays.
+
+    header  plain data that goes into the index, and that a run must share to go on (see `newest`)
+    keep    how many of `owned` stay, 0 = all
+    left    names of checkpoints after the one to which the run went back: they get other names"""
+    owned = set() if owned is None else owned
     temporary, file = os.path.join(folder, f"{name_of(step)}.tmp"), file_of(dist.get_rank())
     own, tensors = share_out(pieces)
     files = {}
@@ -201,31 +208,41 @@ def write_checkpoint(folder, step, header, pieces, keep=0):
     for of_rank in gather(files):
         files |= of_rank
     index = {"step": step} | header | {"files": files, "tensors": tensors}
-    problem = problem or first_problem(publish, folder, temporary, index, keep)
+    problem = problem or first_problem(publish, folder, temporary, index, keep, owned, left)
     if problem:
         if dist.get_rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         raise Refused(f"the checkpoint of step {step} can't be written to {folder} ({problem})")
 
 
-def publish(folder, temporary, index, keep):
+def publish(folder, temporary, index, keep, owned, left):
     """On rank 0: add the index, give the checkpoint its name, remove what is old."""
     if dist.get_rank() > 0:
         return
-    step = index["step"]
+    for file in index["files"]:
+        if not os.path.exists(os.path.join(temporary, file)):
+            raise ValueError(f"{file} is not there: all nodes must see this folder")
     index["crc32"] = crc_of(index)
     write(os.path.join(temporary, "index.json"), json.dumps(index).encode())
     sync(temporary)
-    final = os.path.join(folder, name_of(step))
-    if os.path.exists(final):  # a broken one, or it would not be written again
-        shutil.rmtree(final)
+    name = name_of(index["step"])
+    final = os.path.join(folder, name)
+    for each in left:
+        path = os.path.join(folder, each)
+        if os.path.exists(path):
+            os.rename(path, f"{path}.left-{time.time():.0f}")
+    if os.path.exists(final):
+        if name not in owned:
+            raise ValueError(f"this run has neither written nor read the {name} that is there")
+        shutil.rmtree(final)  # a broken one, or it would not be written again
     os.rename(temporary, final)
     sync(folder)
-    names = checkpoints_in(folder)
-    older = [name for name in names if step_of(name) is not None and step_of(name) < step]
-    died = [name for name in names if step_of(name) is None]  # their writers
-    for name in died + (older[keep - 1 :] if keep else []):
-        shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
+    owned.add(name)
+    names = [each for each in checkpoints_in(folder) if each in owned]
+    older = [each for each in names if step_of(each) is not None and each < name]
+    died = [each for each in names if step_of(each) is None]  # their writers
+    for each in died + (older[keep - 1 :] if keep else []):
+        shutil.rmtree(os.path.join(folder, each), ignore_errors=True)
 
 
 def write(path, content):
@@ -236,10 +253,13 @@ def write(path, content):
 
 def write_tensors(path, tensors, metadata=None):
     """The same for {name: tensor}."""
+    open(path, "wb").close()  # the umask gives it its mode, and safetensors' own would be 0600
+    mode = os.stat(path).st_mode
     try:
         safetensors.torch.save_file(tensors, path, metadata)
     except safetensors.SafetensorError as e:
         raise OSError(str(e)) from e
+    os.chmod(path, mode)
     sync(path)
 
 
@@ -251,8 +271,12 @@ def sync(path):
 
 
 def crc_of_file(path):
-    with open(path, "rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        return zlib.crc32(content)
+    """Not by mmap: there a disk that fails ends the process, by SIGBUS."""
+    crc = 0
+    with open(path, "rb") as f:
+        for block in iter(functools.partial(f.read, 2**24), b""):
+            crc = zlib.crc32(block, crc)
+    return crc
 
 
 def gather(value):
@@ -263,14 +287,21 @@ def gather(value):
 
 
 def first_problem(work, *args):
-    """Call work(*args) on all ranks. Returns, on all of them, what went wrong on the first rank
-    where something did; else None."""
+    """Call work(*args) on all ranks. Returns, on all of them, the exception of the first rank that
+    raised one; else None."""
     problem = None
     try:
         work(*args)
     except (OSError, ValueError, LookupError, TypeError) as e:
-        problem = str(e)
+        problem = e
     return next(filter(None, gather(problem)), None)
+
+
+def is_unreadable(problem):
+    """Whether an exception does not speak of a file's content, but of a permission, a disk or a
+    server that fails."""
+    of_content = None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR
+    return isinstance(problem, OSError) and problem.errno not in of_content
 
 
 def crc_of(index):
@@ -298,8 +329,11 @@ def step_of(name):
 
 
 def checkpoints_in(folder):
-    """The names of the checkpoints in a folder, unfinished ones too, the newest first."""
-    names = os.listdir(folder) if os.path.isdir(folder) else []
+    """The names of the checkpoints in a folder, unfinished ones too, the newest first. Raises
+    OSError for a folder that can't be listed."""
+    names = []
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        names = os.listdir(folder)
     found = [name for name in names if re.fullmatch(r"step-\d{8,}(\.tmp)?", name)]
     return sorted(found, reverse=True)
 
@@ -307,25 +341,50 @@ def checkpoints_in(folder):
 # --- reading
 
 
-def newest(folder, header, free=()):
+def newest(folder, header, free=(), owned=None, step=None):
     """(path, index, lines of what was passed over and why) of the newest whole checkpoint in a
-    folder; (None, None, lines) where there is none. Called by all ranks.
+    folder, or of that of a step; (None, None, lines) where there is none. Called by all ranks. Adds
+    to `owned` the names of what was read: older ones too, if they are of the same run.
 
-    Raises Refused where it is of another run: see check_header."""
-    passed = []
-    for name in gather(checkpoints_in(folder))[0]:
+    Raises Refused where it is of another run (see check_header), or where one can't be read."""
+    names, passed, owned = [], [], set() if owned is None else owned
+    problem = first_problem(lambda: names.extend(checkpoints_in(folder)))
+    if problem:
+        raise Refused(f"{folder} can't be listed ({problem}): nothing was changed")
+    names = gather(names)[0]
+    for number, name in enumerate(names):
+        if step is not None and name != name_of(step):
+            continue
         path = os.path.join(folder, name)
         problem = first_problem(check_files, path)
+        if is_unreadable(problem):
+            advice = "nothing was changed; make it readable, or go on from another by --from-step"
+            raise Refused(f"{path} can't be read ({problem}): {advice}")
+        owned.add(name)
         if problem is None:
             index = read_index(path)
             check_header(path, index, header, free)
+            for older in names[number + 1 :]:
+                with contextlib.suppress(OSError, ValueError, LookupError, Refused):
+                    check_opens(os.path.join(folder, older), header, free)
+                    owned.add(older)
             return path, index, passed
         passed.append(f"{name}: {problem}")
     return None, None, passed
 
 
+def check_opens(path, header, free):
+    """Raise an exception unless a checkpoint is of this run, and its files can be opened."""
+    index = read_index(path)
+    check_header(path, index, header, free)
+    for file in index["files"]:
+        open(os.path.join(path, file), "rb").close()
+
+
 def check_files(path):
     """Raise ValueError or OSError for a broken checkpoint. The ranks share out its files."""
+    if not os.path.exists(path):
+        raise OSError(errno.ESTALE, "not every node sees it")
     files = read_index(path)["files"]
     for file in sorted(files)[dist.get_rank() :: dist.get_world_size()]:
         if crc_of_file(os.path.join(path, file)) != files[file]["crc32"]:
@@ -342,6 +401,8 @@ def read_index(path):
         index = json.loads(read(os.path.join(path, "index.json")))
         intact = index["step"] == step and index.get("crc32") in (None, crc_of(index))
     except (OSError, ValueError, LookupError, TypeError) as e:
+        if is_unreadable(e):
+            raise
         raise ValueError(f"its index.json can't be read ({e})") from e
     if not intact:
         raise ValueError("its index.json was changed, its crc32 or step differs")

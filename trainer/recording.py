@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import os
 
-import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
@@ -23,6 +22,7 @@ from harness.placement import placement
 from harness.presets import parameter_shapes
 from proof import diagnosis
 from proof.recorder import Recorder
+from trainer import checkpoint
 
 FILE = "record.jsonl"
 
@@ -114,7 +114,7 @@ class Recording(Recorder):
                 [(tokens, targets, _)] = run.microbatches(run.step, pieces=1)
                 tensors = {"tokens": tokens.contiguous(), "targets": targets.contiguous()}
                 path = os.path.join(run.args.record, f"step-{self.number}.safetensors")
-                safetensors.torch.save_file(tensors, path)
+                checkpoint.write_tensors(path, tensors)
 
     def finish(self):
         self.parameters = dict(self.named())  # after the last step

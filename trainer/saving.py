@@ -37,7 +37,11 @@ def check(args):
     if not args.out or args.only_sample:
         return
     check_folder("--out", args.out)
-    steps = [checkpoint.step_of(name) for name in checkpoint.checkpoints_in(args.out)]
+    try:
+        steps = [checkpoint.step_of(name) for name in checkpoint.checkpoints_in(args.out)]
+    except OSError as e:
+        advice = "give another folder"
+        raise Refused(f"--out {args.out} can't be listed ({e.strerror}): {advice}") from e
     if any(step is not None for step in steps) and not args.resume and not may_restart():
         advice = "--resume goes on from the newest, or give another folder"
         raise Refused(f"--out {args.out} has checkpoints: {advice}")
@@ -58,6 +62,7 @@ class Saver:
     def __init__(self, run, model, optimizer, averaging):
         self.run, self.model, self.optimizer, self.args = run, model, optimizer, run.args
         self.averaging = averaging
+        self.owned = set()  # names of checkpoints that this run has written or read
         self.signal_received, self.received_at = 0, math.inf
         self.asked = []  # questions whether any rank received a signal
 
@@ -104,7 +109,7 @@ class Saver:
         args, run = self.args, self.run
         if not (args.resume or args.only_sample or may_restart()):
             return 0
-        path, index, passed = checkpoint.newest(args.out, self.header(), FREE)
+        path, index, passed = checkpoint.newest(args.out, self.header(), FREE, self.owned)
         passed = f" (passed over {'; '.join(passed)})" if passed else ""
         if path is None:
             what = f"no whole checkpoint in {args.out}"
@@ -150,7 +155,8 @@ class Saver:
         last = stop or step == args.steps
         if last or args.save_every and step % args.save_every == 0:
             try:
-                checkpoint.write_checkpoint(args.out, step, self.header(), self.pieces(), args.keep)
+                about = self.header(), self.pieces(), args.keep, self.owned
+                checkpoint.write_checkpoint(args.out, step, *about)
             except Refused as e:
                 if last:
                     raise
