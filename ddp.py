@@ -5,12 +5,11 @@
     rank 2   rows 8..11   forward  backward --+
 
 Sent      The gradients, once a step. In a ring all-reduce each of N ranks sends 2 r P e bytes, with
-          P parameters of e bytes and r = (N-1)/N. There are four ways to add them up, `--sync`:
+          P parameters of e bytes and r = (N-1)/N. There are three ways to add them up:
 
           naive       after backward, one all-reduce per parameter
           bucketed    after backward, one per bucket of parameters: fewer, larger messages
           overlapped  one per bucket, as soon as backward has filled it, while backward goes on
-          server      one rank adds up, takes the step, sends the weights: parameter_server.py
 
 Backward  The gradient of a sum is the sum of the gradients. A rank's loss is the sum over its own
           tokens, divided by the number of tokens in the whole batch. So the gradients of all ranks
@@ -19,11 +18,12 @@ Backward  The gradient of a sum is the sum of the gradients. A rank's loss is th
 Limits    Parameters, gradients and AdamW's two moments, 4 P e bytes, must fit on one rank. If they
           don't: zero.py. For more: docs/learn/data-parallelism.md.
 
-    torchrun --nproc_per_node=4 ddp.py              python ddp.py --sync naive  (starts 4 itself)
+    torchrun --nproc_per_node=4 ddp.py                 (needs model.py, to train and prove itself)
 
 Li et al. 2020, PyTorch Distributed, arXiv:2006.15704, section 3.2 (buckets, overlap).
 """
 
+import argparse
 import functools
 from collections import Counter
 
@@ -34,22 +34,10 @@ import torch.distributed as dist
 
 
 def sum_gradients(parameters, group):
-    """After backward on this rank's rows: adds up each gradient over the ranks of `group`.
+    """After backward on this rank's rows: add up each gradient over the ranks of `group`.
 
-        for p in model.parameters():
-            dist.broadcast(p.data, group=group, group_src=0)   # equal weights on all ranks
-        for micro_batches, target_count in batches:            # count: of all ranks' targets
-            optimizer.zero_grad()
-            for x, y in micro_batches:                         # this rank's micro-batches
-                loss = cross_entropy(model(x), y, reduction="sum") / target_count
-                loss.backward()                                # adds to p.grad
-            sum_gradients(model.parameters(), group)           # p.grad is the batch's gradient
-            optimizer.step()                                   # the same step on every rank
-
-    target_count: over all micro-batches of all ranks. If all have the same size, it is y.numel() x
-    a rank's micro-batches x N; else all-reduce each rank's count. Nothing checks that you keep to
-    this order: DDP does. Buffers, such as BatchNorm's, are not synchronized. If another kind of
-    parallelism has split parameters, use DDP, which sums each gradient over the right ranks."""
+    All ranks have equal weights, and a loss that is divided by the number of all ranks' targets.
+    Then p.grad is the gradient of the whole batch, and every rank takes the same step."""
     for p in parameters:
         if p.requires_grad:
             if p.grad is None:  # this rank's rows did not use p, but other ranks wait for its part
@@ -57,7 +45,93 @@ def sum_gradients(parameters, group):
             dist.all_reduce(p.grad, group=group)
 
 
-# --- buckets: fewer, larger messages
+# --- overlap: gradients are summed in buckets, while backward goes on
+
+
+class DDP:
+    """Sums gradients in buckets, each as soon as the last micro-batch's backward has filled it.
+
+    A step is zero_grad(), `microbatches` backward passes, finish(), which waits for the sums, and
+    the optimizer's step. Call this zero_grad(), not the optimizer's: p.grad is a view of a bucket.
+
+    microbatches  backward passes of a step, on every rank
+    bucket_bytes  of the largest bucket; a larger parameter has one of its own
+    overlap       False: nothing is sent before finish()
+    all_reduce    in place of torch's: (flat, group=group) -> a handle with wait(), or None if done
+
+    All ranks start with equal weights: not checked. A parameter that got no gradient has zeros, not
+    None, so weight decay moves it. If backward raises, end the run on all ranks: others may wait.
+    Raises ValueError if no parameter needs a gradient; RuntimeError for a step in another order,
+    and for a p.grad that has left its bucket."""
+
+    def __init__(
+        self, parameters, group, microbatches=1, bucket_bytes=25e6, overlap=True, all_reduce=None
+    ):
+        # How many gradients a pass adds to p: as many as p is listed times
+        grads_per_pass = Counter(parameters)
+        trained = [p for p in grads_per_pass if p.requires_grad]
+        if not trained:
+            raise ValueError("no parameter needs a gradient: all frozen, or an iterator used up")
+        self.parameters, self.microbatches = list(grads_per_pass), microbatches
+        self.overlap = overlap
+        self.all_reduce = all_reduce or functools.partial(dist.all_reduce, async_op=True)
+        self.buckets = []
+        kinds = {p: (p.dtype, p.device, groups_of(p, group)) for p in trained}
+        for members in group_parameters(trained, bucket_bytes, kinds.get):
+            grads_per_step = microbatches * sum(grads_per_pass[p] for p in members)
+            bucket = Bucket(members, groups_of(members[0], group), grads_per_step)
+            for p in members:
+                p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket))
+            self.buckets.append(bucket)
+        self.addresses = {p: p.grad.data_ptr() for p in trained}
+        self.state = "summed"  # the gradients are: zero -> local, on this rank only -> summed
+        self.zero_grad()
+
+    def zero_grad(self):
+        if self.state == "local":  # all-reduces may be on their way, and would meet the next step's
+            raise RuntimeError("zero_grad() after backward(), without finish(); or backward raised")
+        self.state = "zero"
+        self.works = []  # this step's all-reduces: works[i] belongs to buckets[i]
+        for bucket in self.buckets:
+            bucket.zero()
+
+    def _arrived(self, bucket, p):  # the hook of each p, after autograd has added to p.grad
+        if bucket.grads_left == 0:  # the bucket may have been sent
+            count = f"microbatches={self.microbatches}"
+            raise RuntimeError(f"more backward passes than {count}, or no zero_grad()")
+        bucket.grads_left -= 1
+        self.state = "local"
+        if self.overlap:
+            self._start_buckets(only_full=True)
+
+    def _start_buckets(self, only_full):
+        # All ranks start the buckets in one order, or all-reduces would add up the wrong buckets,
+        # silently. So a bucket that is full early waits for those before it.
+        for bucket in self.buckets[len(self.works) :]:
+            if only_full and bucket.grads_left > 0:
+                break
+            self.works.append(self.all_reduce(bucket.flat, group=bucket.groups[0]))
+
+    def finish(self):
+        if self.state == "summed":
+            return
+        self._check_addresses()
+        self._start_buckets(only_full=False)
+        for work in self.works:
+            if work is not None:
+                work.wait()
+        for bucket in self.buckets:
+            for group in bucket.groups[1:]:  # rarely any, so not overlapped
+                dist.all_reduce(bucket.flat, group=group)
+        self.state = "summed"
+
+    def _check_addresses(self):
+        for p in self.parameters:
+            if p.requires_grad and (p.grad is None or p.grad.data_ptr() != self.addresses.get(p)):
+                raise RuntimeError(
+                    "p.grad was replaced, and would not be summed: by the optimizer's zero_grad(), "
+                    "a second DDP, create_graph=True, a p unfrozen, a model moved or cast after DDP"
+                )
 
 
 class Bucket:
@@ -94,88 +168,6 @@ def group_parameters(parameters, bucket_bytes, kind_of):
     return sorted(lists, key=lambda members: position[members[-1]])
 
 
-# --- overlap: a bucket is reduced while backward goes on
-
-
-class DDP:
-    """Sums gradients in buckets, each as soon as backward has filled it.
-
-        for p in model.parameters():
-            dist.broadcast(p.data, group=group, group_src=0)   # equal weights: not checked
-        sync = DDP(model.parameters(), group, microbatches=2)
-        for micro_batches, target_count in batches:   # the targets of the whole batch
-            sync.zero_grad()                          # the optimizer's would drop p.grad
-            for x, y in micro_batches:                # this rank's two
-                loss = cross_entropy(model(x), y, reduction="sum") / target_count
-                loss.backward()                       # the last one starts all-reduces of buckets
-            sync.finish()                             # starts the others, waits for all
-            optimizer.step()                          # p.grad is the batch's gradient
-
-    microbatches  the backward passes of a step. Buckets become full in the last one
-    overlap       False: nothing is sent before finish()
-    all_reduce    in place of torch's: (flat, group=group) -> a handle with wait(), or None if done
-
-    A parameter that got no gradient has zeros, not None, so weight decay moves it. If backward
-    raises, end the run on all ranks: others may wait."""
-
-    def __init__(
-        self, parameters, group, microbatches=1, bucket_bytes=25e6, overlap=True, all_reduce=None
-    ):
-        # How many gradients a pass adds to p: as many as p is listed times. A matrix that two
-        # pipeline stages of this rank share is listed twice
-        grads_per_pass = Counter(parameters)
-        trained = [p for p in grads_per_pass if p.requires_grad]
-        if not trained:
-            raise ValueError("no parameter needs a gradient: all frozen, or an iterator used up")
-        self.microbatches, self.overlap = microbatches, overlap
-        self.all_reduce = all_reduce or functools.partial(dist.all_reduce, async_op=True)
-
-        self.buckets = []
-        kinds = {p: (p.dtype, p.device, groups_of(p, group)) for p in trained}
-        for members in group_parameters(trained, bucket_bytes, kinds.get):
-            grads_per_step = microbatches * sum(grads_per_pass[p] for p in members)
-            bucket = Bucket(members, groups_of(members[0], group), grads_per_step)
-            for p in members:
-                p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket))
-            self.buckets.append(bucket)
-
-        # For the refusals below
-        self.parameters = list(grads_per_pass)  # frozen ones, too: they may be unfrozen later
-        self.addresses = {p: p.grad.data_ptr() for p in trained}
-        self.last_call = None  # zero_grad() -> unfinished backward() -> backward() -> finish()
-        self.zero_grad()
-
-    def zero_grad(self):
-        record_call(self, "zero_grad()", not_after=["backward()", "unfinished backward()"])
-        self.works = []  # this step's all-reduces: works[i] belongs to buckets[i]
-        for bucket in self.buckets:
-            bucket.zero()
-
-    def _arrived(self, bucket, p):  # the hook of each p, after autograd has added to p.grad
-        check_gradient(self, bucket)
-        bucket.grads_left -= 1
-        if self.overlap:
-            self._start_buckets(only_full=True)
-
-    def _start_buckets(self, only_full):
-        # All ranks start the buckets in one order, or all-reduces would add up the wrong buckets,
-        # silently. So a bucket that is full early waits for those before it.
-        for bucket in self.buckets[len(self.works) :]:
-            if only_full and bucket.grads_left > 0:
-                break
-            self.works.append(self.all_reduce(bucket.flat, group=bucket.groups[0]))
-
-    def finish(self):
-        record_call(self, "finish()", not_after=["finish()", "unfinished backward()"])
-        self._start_buckets(only_full=False)
-        for work in self.works:
-            if work is not None:
-                work.wait()
-        for bucket in self.buckets:
-            for group in bucket.groups[1:]:  # rarely any, so not overlapped
-                dist.all_reduce(bucket.flat, group=group)
-
-
 # --- together with another kind of parallelism: docs/use/two-techniques.md
 
 
@@ -187,98 +179,61 @@ def groups_of(p, group):
     return (placement.get("data") or group, *placement.get("partial", ()))
 
 
-# --- mistakes that would be silent: refused
-
-
-def record_call(sync, call, not_after):
-    """Remember this call. Refuse it out of order, or if a p.grad is no view of its bucket."""
-    if sync.last_call in not_after:
-        raise RuntimeError(
-            f"{call} after {sync.last_call}: a step is zero_grad(), the backward passes, finish(). "
-            "If an exception ended a backward pass, end the run: other ranks may wait for this one"
-        )
-    for p in sync.parameters:
-        in_bucket = p.grad is not None and p.grad.data_ptr() == sync.addresses.get(p)
-        if p.requires_grad and not in_bucket:
-            raise RuntimeError(
-                "p.grad was replaced, and would not be summed: by the optimizer's zero_grad(), a "
-                "second DDP, create_graph=True, a p unfrozen, a model moved or cast after DDP(...)"
-            )
-    sync.last_call = call
-
-
-def check_gradient(sync, bucket):
-    """Refuse a backward pass after finish(), and a gradient for a bucket that was sent."""
-    if sync.last_call != "unfinished backward()":  # the first gradient of a pass
-        record_call(sync, "unfinished backward()", not_after=["finish()"])
-        # At the end of this pass, unless an exception ends it. Private, but torch's DDP uses it too
-        ended = functools.partial(setattr, sync, "last_call", "backward()")
-        torch.autograd.Variable._execution_engine.queue_callback(ended)
-    if sync.overlap and bucket.grads_left == 0:  # without overlap nothing was sent
-        cause = "or a parameter listed once got two gradients in one"
-        raise RuntimeError(f"more backward passes than microbatches={sync.microbatches}, {cause}")
-
-
 # --- demo ---
 
-import collectives
-import harness
-import parameter_server
-import proof
-import receipts.ddp as receipt
+from model import GPT, Config, OneProcess, Sent, join_ranks, leave, text_batch
 
 
 def main():
-    parser = harness.parser(__doc__)
-    ways = ["naive", "bucketed", "overlapped", "server"]
-    parser.add_argument("--sync", choices=ways, default="overlapped", help="how to add up")
-    why = "size of a bucket: large ones cost fewer latencies, small ones start earlier"
-    parser.add_argument("--bucket-mb", **harness.MEGABYTES, default=0.5, help=why)
-    why = "who adds up a bucket: torch.distributed, or an algorithm of collectives.py"
-    algorithms = ["torch", *collectives.ALGORITHMS]
-    parser.add_argument("--all-reduce", choices=algorithms, default="torch", help=why)
-    parser.set_defaults(staleness=None)  # of the parameter server: it is synchronous here
+    parser = argparse.ArgumentParser(description="train a GPT in each way, and prove it")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--microbatches", type=int, default=2, help="of each rank, a step")
+    parser.add_argument("--bucket-kb", type=float, default=50, help="the largest bucket")
     args = parser.parse_args()
-    harness.configure(args)
-    train = parameter_server.demo if args.sync == "server" else demo
-    proof.launch(train, args, check=functools.partial(receipt.check, args))
+    device = join_ranks()
+    for way in ("naive", "bucketed", "overlapped"):
+        train(way, args, device)
+    leave()
 
 
-def demo(run):  # run: the harness's data, receipt and checks
-    args, group = run.args, dist.group.WORLD
-    run.groups(dp=group)
-    model = run.fill(run.meta_model())  # the same seed everywhere: the replicas start equal
-    parameters = list(model.parameters())
-    optimizer = harness.make_optimizer(parameters, args)
-    if args.sync == "naive":
-        sync = None
-        # Gradients stay in memory: the receipt counts them
-        zero_grad = functools.partial(optimizer.zero_grad, set_to_none=False)
-        finish = functools.partial(sum_gradients, parameters, group)
-    else:
-        all_reduce = None
-        if args.all_reduce != "torch":
-            all_reduce = functools.partial(collectives.all_reduce, algorithm=args.all_reduce)
-        bucket_bytes, overlap = args.bucket_mb * 2**20, args.sync == "overlapped"
-        sync = DDP(parameters, group, args.microbatches, bucket_bytes, overlap, all_reduce)
+def train(way, args, device):
+    group, m = dist.group.WORLD, args.microbatches
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(rank)
+    model = GPT(Config(layers=2, width=32, context=32)).to(device, torch.float64)
+    for p in model.parameters():
+        dist.broadcast(p.data, src=0)  # each rank drew other weights: take rank 0's
+    one = OneProcess(model, torch.optim.AdamW)
+    optimizer = torch.optim.AdamW(model.parameters())
+    zero_grad, finish = optimizer.zero_grad, lambda: sum_gradients(model.parameters(), group)
+    if way != "naive":
+        sync = DDP(model.parameters(), group, m, args.bucket_kb * 1024, way == "overlapped")
         zero_grad, finish = sync.zero_grad, sync.finish
-    for step in run.steps(optimizer):
-        zero_grad()
-        loss = run.zero()  # in float64
-        for tokens, targets, samples in run.microbatches(step, run.rank, run.world):
-            part = model(tokens, targets=targets, target_count=run.target_count, sample_ids=samples)
-            part.backward()
-            loss += part.detach()
-        started = len(sync.works) if sync else 0  # buckets that backward hides
-        finish()
-        dist.all_reduce(loss, group=group)  # a rank has its part of the loss, as of the gradients
-        norm = harness.grad_norm(parameters)
-        run.check(loss, norm, model.named)  # ends the run if they are not finite
-        harness.clip(parameters, norm, args.grad_clip)
+    if rank == 0:
+        print(f"{way}, {ranks} ranks, {m} micro-batches")
+    for step in range(args.steps):
+        tokens, targets, count = text_batch(step, 2 * m * ranks + 1, 32, device)
+        rows = torch.arange(len(tokens)).tensor_split(ranks)[rank]  # unequally many
+        loss = torch.zeros_like(count, dtype=torch.float64)
+        with Sent() as sent:
+            zero_grad()
+            for micro_batch in rows.tensor_split(m):
+                x, y = tokens[micro_batch], targets[micro_batch]
+                part = model(x, targets=y, target_count=count)  # the sum over y, divided by count
+                part.backward()
+                loss += part.detach()
+            finish()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
-        run.log()
-    return run.receipt(*receipt.of_demo(run, sync, started))
+        dist.all_reduce(loss)  # a rank has its part of the loss, as of the gradients
+        alone = one.train_step(tokens, targets, count, 0.5)
+        pairs = list(zip(model.named_parameters(), one.model.parameters()))
+        gradients = [(name, p.grad, q.grad) for (name, p), q in pairs]
+        weights = [(name, p.data, q.data) for (name, p), q in pairs]
+        one.compare(step, loss, alone, gradients, weights)
+    size = sum(p.nbytes for p in model.parameters())
+    one.prove(sent, "2 r P e", 2 * (ranks - 1) / ranks * size)
 
 
 if __name__ == "__main__":
-    harness.script(main)
+    main()

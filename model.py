@@ -29,9 +29,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from dropout import Dropout, drop_key
-from mixture import MoE
-
 IGNORE = -1  # a target with this value adds nothing to the loss (torch's default: -100)
 
 
@@ -84,7 +81,7 @@ class Batch(NamedTuple):
     positions: torch.Tensor | None = None  # (T,), or (B, T) within documents
     rope: tuple | None = None  # their rotary_table
     documents: tuple = ()  # (starts,), the core's further argument, or (): see GPT.forward
-    drop_key: torch.Tensor | None = None  # (B, T): see dropout.py
+    drop_key: torch.Tensor | None = None  # (B, T): see Dropout
     target_count: torch.Tensor | int | None = None  # divides the losses, the routers' too
 
 
@@ -96,7 +93,7 @@ class Block(nn.Module):
         super().__init__()
         self.attn_norm = make_norm(config)
         self.attn = Attention(config)
-        # Not nn.Dropout: see dropout.py. site: its number in the model
+        # Not nn.Dropout: see Dropout. site: its number in the model
         self.attn_drop = Dropout(config.dropout, site=2 * layer + 1)
         self.mlp_norm = make_norm(config)
         self.mlp = make_mlp(config)
@@ -253,6 +250,8 @@ def make_mlp(config):
     """An MLP or a mixture of experts, by the config."""
     if not config.experts:
         return MLP(config)
+    from mixture import MoE  # a file that only such configs need
+
     shared = MLP(replace(config, hidden=config.shared * config.hidden)) if config.shared else None
     return MoE(config, shared)
 
@@ -298,6 +297,59 @@ class CrossEntropy(nn.Module):
         if logits.dtype.itemsize < 4:
             logits = logits.float()  # softmax over the vocabulary in float32
         return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum") / target_count
+
+
+# --- dropout that masks a piece of a batch as the whole is masked
+
+
+class Dropout(nn.Module):
+    """Zero each element of x (B, T, C) with probability p, scale the others by 1 / (1 - p).
+
+    nn.Dropout draws its mask from a stream of random numbers: ranks with other tokens, or other
+    layers, would draw other masks than one process. Here a hash decides (the idea of Salmon et al.
+    2011, Parallel random numbers): of `key` (B, T), itself a hash of sample and position; of
+    `site`, the number of this dropout in the model; and of the channel. There is no seed: sample
+    ids must be new in every epoch. Without a key x stays as it is, in train(), too."""
+
+    def __init__(self, p, site):
+        super().__init__()
+        self.p, self.site = p, site
+
+    def forward(self, x, key):
+        if key is None or self.p == 0:
+            return x
+        channel = torch.arange(x.shape[-1], device=x.device)
+        channel = hash64(channel + (self.site << 32)).int()  # (C,)
+        hashed = hash32_(key.unsqueeze(-1) ^ channel)  # (B, T, C)
+        keep = hashed < int((1 - self.p) * 2**32) - 2**31  # uniform in -2^31 .. 2^31 - 1
+        return x * keep / (1 - self.p)
+
+
+def drop_key(sample_ids, positions):
+    """A hash of each token's sample and position, (B, T). sample_ids (B,), positions (T,)."""
+    return hash64(sample_ids.unsqueeze(1) + hash64(positions)).int()
+
+
+# Two hashes, element by element, of signed numbers. Products wrap. `>>` copies the sign bit: each
+# mask clears copies
+
+
+def hash32_(h):
+    """MurmurHash3's finaliser of an int32 tensor (Appleby 2011), in place: of B T C elements."""
+    h ^= (h >> 16).bitwise_and_(0xFFFF)
+    h *= 0x85EBCA6B - 2**32
+    h ^= (h >> 13).bitwise_and_(0x7FFFF)
+    h *= 0xC2B2AE35 - 2**32
+    h ^= (h >> 16).bitwise_and_(0xFFFF)
+    return h
+
+
+def hash64(x):
+    """splitmix64 of an int64 tensor (Steele et al. 2014)."""
+    x = x + (0x9E3779B97F4A7C15 - 2**64)
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * (0xBF58476D1CE4E5B9 - 2**64)
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * (0x94D049BB133111EB - 2**64)
+    return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
 # --- small parts of a layer, and the initial weights
@@ -367,3 +419,140 @@ def check_config(config):
     if config.experts and config.top_k > config.experts:
         chosen = f"{config.top_k} of {config.experts} experts"
         raise ValueError(f"a token can't go to {chosen}: change top-k")
+
+
+# --- for the lessons' demos ---
+# torchrun's ranks, a batch of text, a counter of messages, the same run on one process
+
+import copy
+import os
+import pathlib
+import subprocess
+import sys
+import sysconfig
+from collections import Counter
+
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def join_ranks():
+    """Join torchrun's ranks, over nccl if each has a GPU, else over gloo, on CPUs. Without torchrun
+    start four. Returns this rank's device."""
+    if "RANK" not in os.environ:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        sys.exit(subprocess.call([*torchrun, "--nproc_per_node=4", *sys.argv]))
+    if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+        return device
+    if hasattr(os, "SCHED_BATCH"):  # Linux: ranks that share cores wait less for each other
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    dist.init_process_group("gloo")
+    return torch.device("cpu")
+
+
+def leave(code=0):
+    """End this process. At once, because at a usual exit gloo's threads may abort."""
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def text_batch(step, rows, context, device):
+    """A step's global batch of Python's own source, in bytes: tokens and targets (rows, context),
+    and how many targets count: of every third row only the second half, like the answer to a
+    prompt. So ranks have unequal numbers."""
+    files = sorted(pathlib.Path(sysconfig.get_paths()["stdlib"]).glob("a*.py"))
+    text = torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8)
+    generator = torch.Generator().manual_seed(step)
+    starts = torch.randint(len(text) - context, (rows, 1), generator=generator)
+    windows = text[starts + torch.arange(context + 1)].long().to(device)
+    tokens, targets = windows[:, :-1], windows[:, 1:].clone()
+    targets[::3, : context // 2] = IGNORE
+    return tokens, targets, (targets != IGNORE).sum()
+
+
+class Sent(TorchDispatchMode):
+    """Within `with sent:` counts this rank's messages, below all code that calls torch.
+
+    calls  {operation: how many}
+    bytes  sent, if the n ranks of an operation form a ring: 2 (n-1)/n of an all-reduce's tensor,
+           (n-1)/n of the whole tensor of another collective, all of what goes to one rank"""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.bytes = Counter(), 0.0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        name = operation.name().removeprefix("c10d::").strip("_")
+        if operation.namespace == "c10d" and name not in ("barrier", "recv"):
+            group = next(a for a in args if isinstance(a, torch.ScriptObject))
+            group = dist.ProcessGroup.unbox(group)
+            n = group.size()
+            part = {"allreduce": 2 * (n - 1) / n, "send": 1}.get(name, (n - 1) / n)
+            if name == "alltoall_base" and args[4]:  # rows for each rank: its own are not sent
+                part = 1 - args[4][group.rank()] / max(sum(args[4]), 1)
+            # These two begin with an output, the others with the whole tensor
+            whole = args[name in ("reduce_scatter_base", "alltoall_base")]
+            self.calls[name] += 1
+            self.bytes += part * sum(t.nbytes for t in (whole if type(whole) is list else [whole]))
+        return operation(*args, **(kwargs or {}))
+
+
+class OneProcess:
+    """The same run on one process. Every rank does it beside its own, and compares the two."""
+
+    def __init__(self, model, make_optimizer):
+        self.model = copy.deepcopy(model)  # so make it before a technique changes the model
+        self.optimizer = make_optimizer(self.model.parameters())
+        self.worst = 0.0, ""  # the largest difference so far, and of what
+
+    def train_step(self, tokens, targets, count, max_norm):
+        """A step with the whole batch. Its clipped gradients stay. Returns the loss."""
+        self.optimizer.zero_grad()
+        loss = self.model(tokens, targets=targets, target_count=count)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+        self.optimizer.step()
+        return loss.detach()
+
+    def compare(self, step, loss, loss_alone, gradients, weights):
+        """Print the losses, and by how much gradients and weights differ on any rank, relative to
+        the largest element of each tensor. gradients and weights: (name, what this rank has, the
+        same part on one process) of each."""
+        largest, losses = {}, [("", loss, loss_alone)]
+        for kind, tensors in ("gradient", gradients), ("weight", weights), ("loss", losses):
+            worst = 0.0, ""
+            for name, ours, alone in tensors:
+                if alone.numel() > 0:
+                    error = (ours - alone).abs().max() / alone.abs().max().clamp(min=1e-30)
+                    worst = max(worst, (error.nan_to_num(torch.inf).item(), f"{kind} {name}"))
+            on_ranks = [None] * dist.get_world_size()
+            dist.all_gather_object(on_ranks, worst)
+            largest[kind] = max(on_ranks)
+        self.worst = max(self.worst, *largest.values())
+        if dist.get_rank() == 0:
+            text = f"step {step + 1}  loss {loss:.6f}, on one process {loss_alone:.6f}"
+            apart = f"gradients by {largest['gradient'][0]:.1e}, weights {largest['weight'][0]:.1e}"
+            print(f"{text}, apart: {apart}")
+
+    def prove(self, sent, text, formula):
+        """Print what the rank sent that sends most, beside the formula in `text`, and "proven" if
+        nothing differs by more than 1e-10 (rounding is 1e-15). Else end with exit code 1."""
+        on_ranks = [None] * dist.get_world_size()
+        dist.all_gather_object(on_ranks, (abs(sent.bytes - formula), sent.bytes, formula))
+        wrong, bytes_sent, expected = max(on_ranks)
+        error, name = self.worst
+        verdict = f"proven, to {error:.1e} ({name})"
+        if error > 1e-10:
+            verdict = f"NOT proven: the {name} differs by {error:.1e}"
+        elif wrong > 0.5:
+            verdict = "NOT proven: sent and formula differ"
+        if dist.get_rank() == 0:
+            calls = ", ".join(f"{n} {name}" for name, n in sent.calls.items())
+            print(f"sent {bytes_sent:,.0f} bytes ({calls}), {text} = {expected:,.0f}: {verdict}\n")
+        if verdict.startswith("NOT"):
+            leave(1)

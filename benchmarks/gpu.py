@@ -46,7 +46,6 @@ PROFILED = 3  # steps of a run that train.py --profile-to traces
 NAMES = "collectives fsdp muon muon_in_grid composition zero_in_grid tensor_parallel"
 NAMES += " sequence_parallel tensor_overlap expert_parallel dualpipe"
 TECHNIQUES = [f"{name}.py" for name in NAMES.split()] + ["zero.py --stage 1", "zero.py --stage 2"]
-TECHNIQUES += [f"ddp.py --sync {way}" for way in ("naive", "bucketed", "overlapped", "server")]
 TECHNIQUES += ["diloco.py --stream 2 --stream-delay 1 --outer-bits 4"]
 TECHNIQUES += [f"context_parallel.py --kind {kind}" for kind in ("ring", "gather", "ulysses")]
 PIPELINE = "pipeline.py --layers 16 --microbatches 16 --schedule"

@@ -149,7 +149,7 @@ def links(args):
         for number, name in enumerate(RIVALS):
             script, flags, steps = "diloco.py", SETTINGS[name], args.steps or 100
             if name == "ddp":
-                script, flags, steps = "ddp.py", "", max(3, steps // 20)
+                script, flags, steps = "train.py", "--dp 2 --sample 0", max(3, steps // 20)
             with two_hosts(megabits) as hosts:
                 rate, sent, formula = measure(hosts, script, flags, steps, 29600 + number)
             if name != "ddp":

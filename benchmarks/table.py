@@ -9,7 +9,7 @@ import benchmarks
 import harness
 
 ROWS = [
-    "ddp.py",
+    "train.py --dp 4",
     "zero.py --stage 2",
     "fsdp.py",
     "tensor_parallel.py",

@@ -260,8 +260,6 @@ def assert_trained(named, whole, piece=lambda full, p: full):
     "files, of, model, optimizer",
     [
         ("ddp", "README", "torch", "sgd"),
-        ("ddp", "sum_gradients", "torch", "sgd"),
-        ("ddp", "DDP", "torch", "sgd"),
         ("parameter_server", "push", "torch", "sgd"),
         ("parameter_server", "serve", "torch", "sgd"),
         ("zero", "PlainZeRO", "torch", "adamw"),

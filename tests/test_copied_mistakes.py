@@ -260,10 +260,9 @@ CHANGES_OF_GRADIENTS = "cast", "drop_gradients", "assign_gradients", "wrap", "un
 # goes on afterwards, and is one process's
 ORDERS = [
     (DDP, "run | zero_grad | finish zero_grad zero_grad |", r"zero_grad\(\) after backward"),
-    (DDP, "run finish | finish | |", r"finish\(\) after finish"),
-    (DDP, "run finish | pass | zero_grad |", r"backward\(\) after finish"),
-    (DDP[2:3], "run | pass", "more backward passes than microbatches=2"),
-    *[(DDP, f"break_off | {call}", "after unfinished") for call in ("zero_grad", "finish")],
+    (DDP, "run finish finish | pass | zero_grad |", r"more backward passes than microbatches=2"),
+    (DDP, "run | pass", "more backward passes than microbatches=2"),
+    (DDP, "break_off | zero_grad", "or backward raised"),
     *[(DDP, f"| {change} run finish", REPLACED) for change in CHANGES_OF_GRADIENTS],
     (DDP, "| create_graph finish", REPLACED),
     (DDP, "run | drop_gradients finish", REPLACED),

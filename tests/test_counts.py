@@ -6,7 +6,6 @@ import sys
 import pytest
 import torch
 
-import ddp
 import expert_parallel
 import muon
 import pipeline
@@ -15,15 +14,6 @@ import zero_bubble
 from receipts import pipeline as schedules
 
 SMALL = "--layers 4 --heads 2 --width 8 --context 8 --batch 8 --steps 2 --dtype float64 --quiet"
-
-
-def overlap_lost():
-    ddp.DDP._arrived = lambda self, bucket, p: None
-
-
-def buckets_too_small():
-    right = ddp.group_parameters
-    ddp.group_parameters = lambda parameters, size, kind: right(parameters, size / 4, kind)
 
 
 def owners_wait():
@@ -58,8 +48,6 @@ def twice_the_capacity():
 
 
 CASES = [
-    (ddp, "--bucket-mb 0.001", overlap_lost, "0 of 26 buckets started during backward"),
-    (ddp, "--bucket-mb 0.01 --sync bucketed", buckets_too_small, "buckets"),
     (muon, "", owners_wait, "0 of 19 buckets started during backward"),
     (pipeline, "--schedule zb-v --microbatches 4", nothing_put_off, "came in W, on rank 0: 0"),
     (pipeline, "--schedule 1f1b --microbatches 4", one_forward_more, "by rank: 3 1"),

@@ -45,3 +45,21 @@ def test_any_all_reduce_will_do(ranks):
         return p.grad.tolist()
 
     assert ranks(2, work) == [[4.0, 4.0]] * 2
+
+
+def test_buckets_start_while_backward_goes_on(ranks):
+    """All but the first parameters' bucket, and none without overlap."""
+
+    def work(rank):
+        model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+        for overlap, early in ((True, 3), (False, 0)):
+            sync = ddp.DDP(model.parameters(), dist.group.WORLD, bucket_bytes=80, overlap=overlap)
+            started = []
+            model[0].weight.register_hook(lambda _: started.append(len(sync.works)))
+            sync.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            assert len(sync.buckets) == 3 and len(sync.works) == early
+            assert started[-1] == (2 if overlap else 0)
+            sync.finish()
+
+    ranks(2, work)

@@ -3,6 +3,7 @@
 `pytest -m commands` also runs every command that takes less than half a minute. It must print the
 figures that the pages give beside it: so these are one on all pages."""
 
+import argparse
 import os
 import pathlib
 import re
@@ -81,13 +82,20 @@ def parse(command, monkeypatch):
     else:
         return
 
-    right = harness.Parser.parse_args
+    of_ours, of_argparse = harness.Parser.parse_args, argparse.ArgumentParser.parse_args
 
-    def parse_args(parser, *_):
-        right(parser, flags)
+    def parse_ours(parser, *_):
+        of_ours(parser, flags)
         raise Parsed
 
-    monkeypatch.setattr(harness.Parser, "parse_args", parse_args)
+    def parse_plain(parser, *given):
+        if isinstance(parser, harness.Parser):  # called by its own parse_args
+            return of_argparse(parser, *given)
+        of_argparse(parser, flags)
+        raise Parsed
+
+    monkeypatch.setattr(harness.Parser, "parse_args", parse_ours)
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_plain)
     monkeypatch.setattr(sys, "argv", [module, *flags])
     with pytest.raises(Parsed):
         __import__(module, fromlist=["main"]).main()

@@ -84,8 +84,7 @@ def test_one_exercise_from_beginning_to_end(run, tmp_path):
     number = next(n for n, bug in enumerate(BUGS, 1) if "bucket.flat /=" in bug.diff)
     bug, folder = BUGS[number - 1], tmp_path / f"exercise-{number}"
     code, said = run(str(number))
-    assert code == 0 and "backward: the gradient of " in said and "as if averaged" in said
-    assert "FAILED\n  docs/fix/receipts.md" in said and str(folder / bug.file) in said
+    assert code == 0 and "NOT proven: the gradient " in said and str(folder / bug.file) in said
     for source in exercises.ROOT.glob("*.py"):
         copied = (folder / source.name).read_text()
         assert copied == (bug.planted() if source.name == bug.file else source.read_text())

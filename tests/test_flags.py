@@ -5,12 +5,12 @@ import importlib
 import sys
 
 import pytest
-from test_house import TECHNIQUES
+from test_house import ON_HARNESS
 from torch.distributed.run import get_args_parser
 
 WITHOUT_TORCHRUN = {"--help", "--nproc"}  # how many processes to start where torchrun starts none
 
-SCRIPTS = [*TECHNIQUES, "train"]
+SCRIPTS = [*ON_HARNESS, "train"]
 
 
 def parser_of(script, monkeypatch):

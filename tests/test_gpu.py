@@ -12,7 +12,7 @@ import benchmarks
 import harness
 from benchmarks import gpu, nanogpt
 
-SMALL = "ddp.py --sync naive --nproc 2 --layers 1 --heads 2 --device cpu --backend gloo"
+SMALL = "muon.py --nproc 2 --layers 1 --heads 2 --device cpu --backend gloo"
 
 
 @pytest.mark.parametrize(

@@ -101,13 +101,13 @@ train --export /proc/x -> --export /proc/x can't be written
 train --schedule fastest -> 'fastest'.*1f1b
 train --vocab 100 -> vocabulary of 100.*257
 train --lr nan -> 'nan' is not a number
-ddp --lr 6 -> at most 1
-ddp --weight-decay 1548805 -> at most 1
+muon --lr 6 -> at most 1
+muon --weight-decay 1548805 -> at most 1
 train --device cpu --backend nccl -> 1 ranks need 1 GPUs on nccl and this machine has 0
 tensor_parallel --nproc 3 -> 4 heads.*3 tensor-parallel
 pipeline --nproc 6 -> 4 layers.*6 pipeline stages
-ddp --nproc 5 -> --batch 16.*5 data-parallel
-ddp --json /no/such/folder/file -> --json /no/such/folder/file can't be written
+muon --nproc 5 -> --batch 16.*5 data-parallel
+muon --json /no/such/folder/file -> --json /no/such/folder/file can't be written
 train --dp 2 --nproc 3 -> needs 2 processes, not the 3
 train --width 100000000 --heads 1 -> the weights take .* GB, this machine has
 train --width 10000 --heads 1 --layers 100000 -> the weights take .* GB, this machine has
@@ -115,7 +115,7 @@ train --layers 1000000 -> '1000000' is not a whole number of at least 1 and at m
 pipeline --schedule interleaved --chunks 1000000 -> a schedule of
 expert_parallel --chunks 1000000 -> a micro-batch has 1,024 tokens
 train --ep 2 --dp 2 --experts 2 --expert-chunks 1000000 -> has 2,048 tokens
-ddp --timeout 1e308 -> at most 1,000,000
+muon --timeout 1e308 -> at most 1,000,000
 collectives --nproc 1000000 -> 1,000,000 ranks are too many for one machine
 collectives --nproc 10 --nodes-of 4 -> 10 ranks do not divide into nodes of --nodes-of 4
 train --dry-run --gpu x=0GB,0TFLOP/s,0TB/s -> not known
@@ -127,9 +127,9 @@ expert_parallel --capacity 0 -> drops every token
 expert_parallel --capacity 1e30 --nproc 2 --experts 4 -> at most 2 times its even share: leave it
 train --plan --gpus 7 --batch 8 -> no layout of 7 devices suits --batch 8
 sequence_parallel --experts 2 --context 3 --nproc 2 -> use --context 4
-ddp --data= -> --data is empty
-ddp --json folder -> --json folder can't be written
-ddp --json pipe -> --json pipe can't be written
+muon --data= -> --data is empty
+muon --json folder -> --json folder can't be written
+muon --json pipe -> --json pipe can't be written
 train --log-to /dev/full -> --log-to /dev/full can't be written
 train --param-dtype float16 -> float16 would need a loss scale: use bfloat16, or float32
 zero --param-dtype float64 -> is finer than --dtype float32
@@ -210,7 +210,7 @@ def test_bad_data_from_outside(tmp_path):
     ):
         if content is not None:
             path.write_bytes(content)
-        script = Script(tmp_path, "ddp", [*names, str(path)])
+        script = Script(tmp_path, "muon", [*names, str(path)])
         assert script.end() == 2 and "Traceback" not in script.output()
         [said] = script.errors()
         assert words in said

@@ -10,7 +10,6 @@ import pytest
 import tops
 import torch
 
-import dropout
 import harness
 import mixture
 import model as gpt
@@ -358,9 +357,9 @@ def test_ignored_targets_add_nothing():
 
 
 def test_dropout_is_the_same_for_every_piece():
-    drop = dropout.Dropout(0.25, site=3)
+    drop = gpt.Dropout(0.25, site=3)
     samples, positions = torch.tensor([5, -7, 11, 1 << 40]), torch.arange(64)
-    key = dropout.drop_key(samples, positions)
+    key = gpt.drop_key(samples, positions)
     x = torch.ones(4, 64, 96, requires_grad=True)
     whole = drop(x, key)
     whole.sum().backward()
@@ -370,14 +369,14 @@ def test_dropout_is_the_same_for_every_piece():
     assert abs((whole > 0).float().mean().item() - 0.75) < 0.01
     for dims in ((0, 1), (1, 2), (0, 2)):  # no sample, position or channel is favoured
         assert ((whole > 0).float().mean(dims) - 0.75).abs().max() < 0.12
-    assert not torch.equal(dropout.Dropout(0.25, site=4)(x, key), whole)
+    assert not torch.equal(gpt.Dropout(0.25, site=4)(x, key), whole)
     assert drop(x, None) is x
 
 
 def test_dropout_has_the_masks_of_old_checkpoints():
     samples, x = torch.tensor([3, 1 << 40, 17]), torch.ones(3, 5, 8)
-    key = dropout.drop_key(samples, torch.arange(5))
-    y = dropout.Dropout(0.25, site=3)(x, key)
+    key = gpt.drop_key(samples, torch.arange(5))
+    y = gpt.Dropout(0.25, site=3)(x, key)
     bits = "".join(str(int(number > 0)) for number in y.flatten())
     assert hex(int(bits, 2)) == "0xb3c6697b0abffbe7fbf6ff7fe9fdff"
 
@@ -415,7 +414,7 @@ def test_sizes_that_contradict_each_other(wrong, words):
 
 def test_the_file_works_alone_and_refuses(ranks, tmp_path):
     """Copied into an empty folder: its docstring's lines run, and a wrong Config is refused."""
-    for lesson in (gpt, mixture, dropout):
+    for lesson in (gpt, mixture):
         shutil.copy(lesson.__file__, tmp_path)
     usage = re.findall(r"^    (\w+ = .*)$", gpt.__doc__, re.M)
     wrong = "try:\n    Config(experts=2, top_k=3)\nexcept ValueError as e:\n    print(e)"

@@ -19,10 +19,10 @@ import torch.distributed as dist
 import torch.distributed.run
 from conftest import ROOT, Script, children, refused, usual_signals
 from test_harness import SMALL
-from test_house import TECHNIQUES
+from test_house import ON_HARNESS
 
-import ddp
 import harness
+import muon
 from harness import host_messages, joining, start
 
 
@@ -53,19 +53,19 @@ def test_as_many_ranks_as_gpus(monkeypatch):
     monkeypatch.setattr(start, "start_ranks", lambda work, world: begun.append(world) or 0)
     monkeypatch.setattr(start, "finish", lambda code: None)
     for flags in ([], ["--device", "cuda", "--backend", "gloo"], ["--device", "cpu"]):
-        monkeypatch.setattr(sys, "argv", ["ddp.py", "--quiet", "--batch", "8", *flags])
-        ddp.main()
+        monkeypatch.setattr(sys, "argv", ["muon.py", "--quiet", "--batch", "8", *flags])
+        muon.main()
     with monkeypatch.context() as one:  # as srun --gpus-per-task=1 shows it
         one.setattr(torch.cuda, "device_count", lambda: 1)
         one.setenv("SLURM_PROCID", "0")
-        one.setattr(sys, "argv", ["ddp.py", "--quiet", "--batch", "8", "--nproc", "4"])
-        ddp.main()
+        one.setattr(sys, "argv", ["muon.py", "--quiet", "--batch", "8", "--nproc", "4"])
+        muon.main()
     assert begun == [2, 4, 4, 4]
     under_torchrun = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "::1", "MASTER_PORT": "1"}
     for variables in ({}, under_torchrun):
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        said = refused(monkeypatch, "ddp", "--nproc 4")
+        said = refused(monkeypatch, "muon", "--nproc 4")
         assert "4 ranks need 4 GPUs on nccl and this machine has 2" in said
         assert "share a GPU by --backend gloo" in said
 
@@ -85,7 +85,7 @@ def test_a_gpu_that_only_rank_1_cannot_use(monkeypatch, capsys, tmp_path):
 
 def test_under_torchrun(tmp_path):
     file = tmp_path / "receipt.json"
-    run = Torchrun(tmp_path, "ddp", *SMALL, "--json", str(file), ranks=2)
+    run = Torchrun(tmp_path, "muon", *SMALL, "--json", str(file), ranks=2)
     assert run.end() == 0, run.output()
     receipt = json.loads(file.read_text())
     assert receipt["ok"] and "proven" in run.output()
@@ -317,7 +317,7 @@ def on_one_core():
         os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
 
 
-@pytest.mark.parametrize("script", [*TECHNIQUES[1:], "train"])
+@pytest.mark.parametrize("script", [*(n for n in ON_HARNESS if n != "collectives"), "train"])
 def test_every_technique_on_one_rank(tmp_path, script):
     done = Script(tmp_path, script, [*SMALL, "--nproc", "1", "--dtype", "float64"], on_one_core)
     assert done.end() == 0 and " proven: " in done.output()
@@ -329,7 +329,7 @@ def not_forked(*flags):
 
     def before():
         os.chdir(ROOT)
-        sys.orig_argv = [sys.executable, "ddp.py", *flags]
+        sys.orig_argv = [sys.executable, "muon.py", *flags]
         start.can_fork = lambda: False
 
     return before
@@ -341,7 +341,7 @@ def test_fresh_ranks_end_with_their_launcher(tmp_path, number):
     """At kill -9 once they run; at Ctrl-C of the group while they import torch, without a word."""
     flags = [*SMALL[:8], "--nproc", "2", "--steps", "100000", "--prove", "0"]
     prepare = not_forked(*flags)
-    script = Script(tmp_path, "ddp", flags, lambda: (prepare(), os.setpgid(0, 0)))
+    script = Script(tmp_path, "muon", flags, lambda: (prepare(), os.setpgid(0, 0)))
     if number == signal.SIGKILL:
         ranks = script.wait_for("step ")
         os.kill(script.pid, number)
@@ -354,7 +354,7 @@ def test_fresh_ranks_end_with_their_launcher(tmp_path, number):
     assert len(ranks) == 2 and script.end() == (-9 if number == signal.SIGKILL else 130)
     assert gone(ranks)
     if number == signal.SIGINT:
-        assert script.errors() == ["ddp.py: interrupted by SIGINT"], script.output()
+        assert script.errors() == ["muon.py: interrupted by SIGINT"], script.output()
         assert "Traceback" not in script.output()
 
 

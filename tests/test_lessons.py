@@ -1,0 +1,124 @@
+"""Two files: a lesson and model.py, copied into an empty folder, train and prove themselves."""
+
+import contextlib
+import os
+import pathlib
+import re
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT, one_of_two
+from tops import without_project
+
+import exercises.__main__ as exercises
+
+# {lesson: (the files that it takes along, the numbers of ranks that it is run with)}
+LESSONS = {
+    "ddp": ("model", (2, 3, 4)),
+}
+BUGS = [bug for bug in exercises.load() if bug.file[:-3] in LESSONS]
+
+
+def copy(folder, lesson, bug=None):
+    """Copy a lesson and what it names into a folder. bug: an exercise, planted in its file."""
+    for name in [lesson, *LESSONS[lesson][0].split()]:
+        text = (ROOT / f"{name}.py").read_text()
+        if bug is not None and bug.file == f"{name}.py":
+            text = bug.planted()
+        (folder / f"{name}.py").write_text(text)
+
+
+@one_of_two()
+def run(folder, lesson, ranks, flags=(), timeout=100):
+    """Run a copied lesson on forked ranks, as torchrun would start it: ({exit codes}, output).
+    Forked, because torch is imported here already: torchrun takes seconds for that."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    said, pids = folder / "said", []
+    said.write_text("")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for rank in range(ranks):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            with contextlib.suppress(BaseException):
+                as_torchrun(folder, lesson, rank, ranks, port, said, flags)
+                code = 0
+            os._exit(code)
+        pids.append(pid)
+    deadline, codes = time.monotonic() + timeout, set()
+    while pids:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid in pids:
+            pids.remove(pid)
+            codes.add(os.waitstatus_to_exitcode(status))
+            if status:  # torchrun ends the others
+                deadline = min(deadline, time.monotonic() + 5)
+        elif time.monotonic() > deadline:
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.005)
+    return codes, said.read_text()
+
+
+def as_torchrun(folder, lesson, rank, ranks, port, said, flags):
+    output = os.open(said, os.O_WRONLY | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout, sys.stderr = open(1, "w"), open(2, "w")
+    os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank))
+    os.environ |= dict(LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+    sys.argv = [f"{lesson}.py", *flags]
+    with without_project(folder):
+        try:
+            runpy.run_path(f"{lesson}.py", run_name="__main__")
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            raise
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+
+
+@pytest.mark.parametrize("lesson, ranks", [(k, n) for k in LESSONS for n in LESSONS[k][1]])
+def test_a_copied_lesson_proves_itself(tmp_path, lesson, ranks):
+    copy(tmp_path, lesson)
+    codes, said = run(tmp_path, lesson, ranks)
+    assert codes == {0}, said
+    lines = [line for line in said.splitlines() if line]
+    assert ": proven, to " in lines[-1] and "NOT" not in said and "Warning" not in said
+    assert len(set(lines)) == len(lines) or lesson == "ddp", said
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: f"{bug.file}-{BUGS.index(bug)}")
+def test_a_planted_bug_is_named(tmp_path, bug):
+    """By the tensor that differs, or by what was sent."""
+    lesson, *flags = bug.run.split()
+    lesson = lesson.removesuffix(".py")
+    copy(tmp_path, lesson, bug)
+    codes, said = run(tmp_path, lesson, 4, flags)
+    assert 1 in codes, said
+    named = r"NOT proven: (the (gradient|weight|loss) \S* ?differs|sent and formula differ)"
+    assert re.search(named, said), said
+
+
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_importing_a_lesson_loads_what_it_names(tmp_path, lesson):
+    """And runs nothing. In a process of its own, that sees no other file of the project."""
+    copy(tmp_path, lesson)
+    (tmp_path / "try.py").write_text(
+        f"import sys, torch, torch.distributed\nbefore = set(sys.modules)\nimport {lesson}\n"
+        "print(*sorted(n for n in set(sys.modules) - before if n in NAMES))\n".replace(
+            "NAMES", repr([path.stem for path in pathlib.Path(ROOT).rglob("*.py")])
+        )
+    )
+    done = subprocess.run([sys.executable, "try.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert set(done.stdout.split()) <= {lesson, *LESSONS[lesson][0].split()}
