@@ -51,8 +51,8 @@ def test_buckets_start_while_backward_goes_on(ranks):
     """All but the first parameters' bucket, and none without overlap."""
 
     def work(rank):
-        model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
         for overlap, early in ((True, 3), (False, 0)):
+            model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
             sync = ddp.DDP(model.parameters(), dist.group.WORLD, bucket_bytes=80, overlap=overlap)
             started = []
             model[0].weight.register_hook(lambda _: started.append(len(sync.works)))
