@@ -97,16 +97,18 @@ def train(run, schedule=None):
             averaging.average_if_due(step)  # --islands
             log_row(run.history[-1])  # run.log's; an empty one if the step was skipped
             if checkpoints.save_if_due(step + 1):
-                return 0  # a rank received a signal to stop, and this step is saved
+                return checkpoints.code  # a rank received a signal to stop
             if validation.due(args, step):
                 log_row({"step": step + 1, "val_loss": validation.validate(runner)})
 
-    sampling.show(runner)
-    code = 0
-    if first < args.steps:  # without a step there is no receipt
-        code = run.receipt(*averaging.expected(*runner.expected()))  # with what islands send
-    pretrained.export(run, model, optimizer, groups.get("island"))
-    return code
+    # Each is tried, whatever becomes of the others
+    return run.conclude(
+        lambda: checkpoints.code,  # of the last one
+        lambda: sampling.show(runner),
+        # With what islands send. Without a step there is no receipt
+        lambda: first < args.steps and run.receipt(*averaging.expected(*runner.expected())),
+        lambda: pretrained.export(run, model, optimizer, groups.get("island")),
+    )
 
 
 def train_step(runner, batches):

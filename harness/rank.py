@@ -10,7 +10,7 @@ import model as gpt
 from harness import data, documents, initialize
 from harness.flags import DTYPES, configure
 from harness.presets import parameter_count
-from harness.refusal import Refused
+from harness.refusal import NOBODY_READS, Refused, refuse
 
 
 class Rank:
@@ -18,6 +18,7 @@ class Rank:
 
     def __init__(self, args, rank, world, device):
         self.args, self.rank, self.world, self.device = args, rank, world, device
+        self.ending, self.nobody_reads = False, 0
 
     def gather(self, value):
         """[value of each rank], on all ranks."""
@@ -43,9 +44,24 @@ class Rank:
             try:
                 print(*args, **kwargs, flush=True)
             except BrokenPipeError:
-                raise
+                if not self.ending:
+                    raise
+                self.nobody_reads = NOBODY_READS
             except OSError:
                 pass
+
+    def conclude(self, *works):
+        """Call functions on all ranks after the last step. What one of them refuses, or a reader
+        that has gone, costs nothing that comes after. Returns the first exit code that is not 0."""
+        self.ending, codes = True, []
+        for work in works:
+            try:
+                codes.append(work())
+            except Refused as e:
+                if e.alone:
+                    raise
+                codes.append(refuse(e, self.rank))
+        return next(filter(None, [*codes, self.nobody_reads]), 0)
 
 
 class TrainingRank(Rank):
@@ -136,7 +152,8 @@ def text_of(args):
     """The Corpus that the flags ask for. Raises Refused if there is none, or not enough of it."""
     config, mark = configure(args), getattr(args, "documents", None)
     corpus = data.load(args.data, args.tokenizer, config.vocab, mark)
-    corpus.split("train", config.context)
+    for split in ("train", "val"):  # each must have enough
+        corpus.split(split, config.context)
     documents.check(args, corpus)
     return corpus
 

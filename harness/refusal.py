@@ -5,6 +5,8 @@ import os
 import sys
 import time
 
+NOBODY_READS = 141  # exit code of a process whose reader has ended, as `head` does
+
 
 class Refused(SystemExit):
     """The run can't begin or go on. The message is one sentence that says what to change. Every

@@ -26,14 +26,13 @@ from harness.flags import flag_of
 from harness.joining import Launched, join, launched
 from harness.missing import LOST, PATIENCE
 from harness.rank import Rank, check_memory, text_of
-from harness.refusal import Refused, finish, refuse, refusing, say
+from harness.refusal import NOBODY_READS, Refused, finish, refuse, refusing, say
 
 # CUDA reads this when it starts. In fewer hardware queues than streams a message would wait behind
 # another one, which may be waiting for it: a middle rank of zb-v sends and receives on 8 streams
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 MOST = 1024  # ranks that are started on one machine
-NOBODY_READS = 141  # exit code of a process whose reader has ended, as `head` does
 
 
 def launch(demo, args, needed=None, check=lambda world: None, make=Rank):
@@ -270,6 +269,8 @@ def script(main):
     signals.end_by_sentence()
     sys.stdout = sys.stdout or open(os.devnull, "w")  # closed, as by >&-
     sys.stderr = sys.stderr or open(os.devnull, "w")
+    # What a terminal's encoding lacks is a question mark there, and ends no run
+    sys.stdout.reconfigure(errors="replace")
     rank = os.environ.get("RANK", "0")
     try:
         main()

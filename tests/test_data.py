@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import train
-from harness import Refused, data, documents
+from harness import Refused, data, documents, rank
 
 
 @pytest.fixture
@@ -152,6 +152,9 @@ def test_a_folder_with_both_splits(tmp_path):
     assert corpus.split("val", 16).tolist() == TOKENS[4000:4030].tolist()
     with pytest.raises(Refused, match="the val split .* 30 tokens.* needs 33"):
         corpus.split("val", 32)
+    args = train.flags().parse_args(["--data", str(tmp_path), "--vocab", "300", "--context", "32"])
+    with pytest.raises(Refused, match="the val split"):  # before the first step
+        rank.text_of(train.prepare(args)[0])
     held_out.unlink()
     assert len(load(tmp_path).split("val", 16)) == 400  # the last tenth
 

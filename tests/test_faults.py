@@ -215,7 +215,7 @@ def test_disk_full(text, tmp_path):
     assert run.end() == 0
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))  # noqa: E731
     run = Training(tmp_path, f"--steps 9 --dp 2 --out {out} --resume --save-every 2", text, limit)
-    assert run.end() == 2
+    assert run.end() == 2 and "receipt: dp 2" in run.output()
     said = run.errors()
     steps = [f"the checkpoint of step {step} can't be written to {out}" for step in (6, 8, 9)]
     assert len(said) == 3 and all(step in line for step, line in zip(steps, said))

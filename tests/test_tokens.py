@@ -136,6 +136,8 @@ def test_bad_tokenizers_are_one_sentence(model, tmp_path, monkeypatch):
     (tmp_path / "tokenizer_config.json").unlink()
     with pytest.raises(Refused, match="no token that begins a text: give a --prompt"):
         prepare("--tokenizer", tmp_path, "--prompt", "")
+    with pytest.raises(Refused, match="--prompt can't be read as text"):
+        prepare("--tokenizer", tmp_path, "--prompt", "\udcff")
 
     def no_network(name):
         raise ConnectionError

@@ -3,6 +3,8 @@
 import contextlib
 import functools
 import json
+import os
+import pathlib
 import re
 import sys
 import types
@@ -11,7 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, Script
 from test_checkpoint import history, same_tensors, whole
 from test_layouts import arguments, run_layout
 
@@ -21,7 +23,7 @@ import proof
 import train
 from benchmarks import terminal
 from harness import initialize, presets
-from trainer import large_vocabulary
+from trainer import checkpoint, large_vocabulary, sampling
 
 SHORT = "--layers 2 --prove 0"
 
@@ -201,6 +203,55 @@ def test_lean_head(dtype, rtol, monkeypatch):
 )
 def test_experts_take_lengths_without_padding(text, flags):
     arguments(text, f"{SHORT} --experts 4 {flags}")
+
+
+# --- the end
+
+
+@pytest.mark.parametrize("full, code", [(True, 2), (False, 141)])
+def test_what_fails_at_the_end_costs_nothing_that_comes_after(ranks, text, tmp_path, full, code):
+    """The last checkpoint finds no room; the reader of stdout goes away at the sample."""
+
+    def broken(run):
+        reader, writer = os.pipe()
+        os.close(reader)
+
+        def generate(*_):
+            sys.stdout = open(writer, "w")
+            return "text"
+
+        sampling.generate = generate
+        if full:
+            checkpoint.publish = mock.Mock(side_effect=OSError(28, "No space left"))
+
+    flags = f"--steps 2 --sample 3 --dp 2 --out {tmp_path}/out --export {tmp_path}/export"
+    args = arguments(text, f"{SHORT} {flags} --json {tmp_path}/receipt.json")
+    args.quiet = False
+
+    def work(rank):
+        with contextlib.redirect_stdout(sys.stdout):  # the flush at its end would fail
+            return history(rank, args, broken)
+
+    ends = ranks(2, work)
+    assert ends[0][0] == code and ends[1][0] == (2 if full else 0)
+    assert json.loads((tmp_path / "receipt.json").read_text())["ok"]
+    assert (tmp_path / "export/config.json").exists()
+    assert (tmp_path / "out/step-00000002").exists() == (not full)
+
+
+def test_what_the_terminal_cannot_show(tmp_path, text):
+    """A path and a sample that are not ASCII, where stdout is."""
+    (tmp_path / "tëxt").write_bytes(pathlib.Path(text).read_bytes())
+    flags = f"{SHORT} --layers 1 --steps 1 --sample 2 --prompt é€ --export {tmp_path}/export"
+    said = tmp_path / "said"
+
+    def ascii_only():
+        sys.stdout = open(said, "w", buffering=1, encoding="ascii")
+
+    run = Script(tmp_path, "train", [*flags.split(), "--data", f"{tmp_path}/tëxt"], ascii_only)
+    assert run.end() == 0, run.output()
+    assert f"{tmp_path}/t?xt" in run.output() and "sample:\n??" in run.output()
+    assert (tmp_path / "export/config.json").exists()
 
 
 # --- steps that are left out

@@ -89,12 +89,13 @@ def export(run, model, optimizer, island):
         return
     parameters = checkpoint.whole_weights(run, model, optimizer, island)
     if run.rank == 0:
-        files, fields = tokenizer.exported(args, run.corpus.encoding)
         dtype = args.export_dtype and getattr(torch, args.export_dtype)
         try:
+            files, fields = tokenizer.exported(args, run.corpus.encoding)
             write(args.export, run.config, parameters, dtype, args.init_from, fields, files)
-        except OSError as e:
-            problem = f"--export {args.export} can't be written ({e.strerror or e})"
+        except (OSError, ValueError) as e:
+            reason = getattr(e, "strerror", None) or e
+            problem = f"--export {args.export} can't be written ({reason})"
             advice = "with --out, --only-sample --export FOLDER writes the last checkpoint's"
             raise Refused(f"{problem}; {advice} weights", code=1, alone=True) from e
         run.print(f"exported to {args.export}{' with ' if files else ''}{', '.join(files)}")

@@ -27,7 +27,11 @@ def check(args):
         raise Refused(f"--only-sample needs weights, {weights}, and a --sample above 0")
     if args.sample and args.tokenizer not in ("bytes", "gpt2"):
         encoding = tokens.of(args.tokenizer)
-        if not encoding.encode_ordinary(args.prompt) and encoding.start is None:
+        try:
+            prompt = encoding.encode_ordinary(args.prompt)
+        except (TypeError, ValueError) as e:  # bytes that are no text
+            raise Refused(f"--prompt can't be read as text ({e}): give another") from e
+        if not prompt and encoding.start is None:
             raise Refused(f"{args.tokenizer} has no token that begins a text: give a --prompt")
 
 

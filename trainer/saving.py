@@ -57,13 +57,14 @@ class Saver:
     """The checkpoints of one run. Without --out it does nothing.
 
     load_newest() before the first step; save_if_due(step) between two steps, which says whether to
-    stop. averaging: what trainer/islands.py adds to a checkpoint."""
+    stop. code: the run's exit code, 2 where the last one can't be written. averaging: what
+    trainer/islands.py adds to a checkpoint."""
 
     def __init__(self, run, model, optimizer, averaging):
         self.run, self.model, self.optimizer, self.args = run, model, optimizer, run.args
         self.averaging = averaging
         self.owned = set()  # names of checkpoints that this run has written or read
-        self.signal_received, self.received_at = 0, math.inf
+        self.signal_received, self.received_at, self.code = 0, math.inf, 0
         self.asked = []  # questions whether any rank received a signal
 
     def header(self):
@@ -146,8 +147,8 @@ class Saver:
         """Between two steps: write a checkpoint if it is time. Returns whether a rank received a
         signal, which ends the run.
 
-        A checkpoint that can't be written does not end the run, unless it is the last: the disk may
-        have room for the next."""
+        A checkpoint that can't be written does not end the run: the disk may have room for the
+        next, and after the last one there is a receipt and an export to write."""
         args, run = self.args, self.run
         if not args.out:
             return False
@@ -159,11 +160,11 @@ class Saver:
                 checkpoint.write_checkpoint(args.out, step, *about)
             except Refused as e:
                 if last:
-                    raise
+                    self.code = e.code
                 if run.rank == 0:
-                    say(f"{e}; the run goes on")
+                    say(e if last else f"{e}; the run goes on")
             run.restart_clock()
-        if stop:
+        if stop and not self.code:
             how = f"stopped by {signal.Signals(stop).name}: step {step} is saved in {args.out}"
             run.print(f"{how}, --resume goes on from it")
         return stop > 0
