@@ -2,7 +2,8 @@
 
 import functools
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import get_args
 
 import torch
 
@@ -64,6 +65,34 @@ def configure(preset="tiny", family=None, **overrides):
     sizes.setdefault("hidden", ceil(8 * width, 3 * 32) * 32 if swiglu else 4 * width)
     sizes.setdefault("kv_heads", heads // 2 if rope and heads % 2 == 0 else heads)
     sizes.setdefault("renormalize", sizes.get("top_k") != 1)  # else its router would learn nothing
+    return checked(sizes)
+
+
+def checked(sizes):
+    """Config(**sizes). Raises ValueError for values without meaning, or that contradict others."""
+    defaults = {field.name: field.default for field in fields(Config)}
+    for field in fields(Config):
+        value, choices = sizes.get(field.name, field.default), get_args(field.type)  # a Literal's
+        if choices and repr(value) not in map(repr, choices):  # 0 == False, but no value of `bias`
+            allowed = ", ".join(map(str, choices))
+            raise ValueError(f"{field.name} must be one of {allowed}, not {value!r}")
+        minimum = 0 if field.name in ("experts", "shared", "kv_heads", "hidden") else 1
+        if field.type is int and value < minimum:  # a config.json may hold any number
+            raise ValueError(f"{field.name} must be at least {minimum}, not {value}")
+    sizes = defaults | sizes
+    heads, width = sizes["heads"], sizes["width"]
+    if not 0 <= sizes["dropout"] < 1:
+        raise ValueError(f"dropout must be at least 0 and below 1, not {sizes['dropout']}")
+    if width % heads:
+        raise ValueError(f"width {width} is not a multiple of {heads} heads: change one")
+    if heads % (sizes["kv_heads"] or heads):
+        kv_heads = sizes["kv_heads"]
+        raise ValueError(f"{kv_heads} kv-heads can't share {heads} heads: choose a divisor")
+    if sizes["positions"] == "rope" and width // heads % 2:
+        raise ValueError(f"rotary positions need an even head size, not {width // heads}")
+    if sizes["experts"] and sizes["top_k"] > sizes["experts"]:
+        chosen = f"{sizes['top_k']} of {sizes['experts']} experts"
+        raise ValueError(f"a token can't go to {chosen}: change top-k")
     return Config(**sizes)
 
 

@@ -15,7 +15,7 @@ import pathlib
 from dataclasses import asdict, dataclass
 
 from harness import read_json
-from model import Config
+from harness.presets import checked
 
 # Fields of model.Config, and what config.json calls them: (GPT-2's; Llama's and those after it)
 NAMES = {
@@ -114,7 +114,7 @@ def translate(content, context=None):
             what = f"the model has a sliding window of {window}, which is not known here"
             raise ValueError(f"{what}: give at most --context {window}")
         fields["context"] = min(fields["context"], window)
-    Config(**fields)  # raises ValueError for sizes that contradict each other
+    checked(fields)  # raises ValueError for sizes that contradict each other
     head_dim, width, heads = theirs.get("head_dim"), fields["width"], fields["heads"]
     if head_dim not in (None, width // heads):
         raise ValueError(f"heads of {head_dim}, not {width} / {heads}, are not known here")
