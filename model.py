@@ -11,7 +11,8 @@ With `experts` > 0 a mixture of experts (mixture.py) takes the place of the MLP.
 
 The model sends nothing. A technique removes submodules or replaces them: `enter`, an identity here,
 stands where it may put a message. `run_block`, `attend` and `finish` are methods of their own so
-that harness/blocks.py can recompute just that in backward.
+that activation checkpointing can run just that again in backward. The end of the file, from
+`for the lessons' demos` on, is no part of the model.
 
     model = GPT(Config(layers=2))
     tokens = torch.randint(model.config.vocab, (4, 129))
@@ -34,9 +35,9 @@ IGNORE = -1  # a target with this value adds nothing to the loss (torch's defaul
 
 @dataclass(frozen=True)
 class Config:
-    """The shape of a GPT. harness/presets.py has published ones. A 0 of kv_heads and hidden is
-    filled in at once: dataclasses.replace(config, width=256) needs hidden=0, too, or it keeps the
-    old one, and with heads kv_heads=0."""
+    """The shape of a GPT. A 0 of kv_heads and hidden is filled in at once: so
+    dataclasses.replace(config, width=256) needs hidden=0, too, or it keeps the old one, and with
+    heads kv_heads=0."""
 
     layers: int = 4
     heads: int = 4
@@ -53,7 +54,7 @@ class Config:
     # On the embedding, and on what attention and MLP add to x. Only in a forward with sample_ids
     dropout: float = 0.0
     rope_theta: float = 10000.0
-    rope_scaling: object = None  # frequencies -> frequencies (Llama 3.1: trainer/hf_config.py)
+    rope_scaling: object = None  # frequencies -> frequencies (Llama 3.1)
     norm_eps: float = 1e-5
     # A mixture of experts, unless experts is 0: see mixture.py
     experts: int = 0
@@ -122,7 +123,7 @@ class GPT(nn.Module):
             self.head.out.weight = self.embed.token.weight
         for name, p in self.named_parameters():
             p.init = initial_distribution(name, config.layers)  # (mean, standard deviation)
-            if not p.is_meta:  # else harness/initialize.py fills it, when the model has been cut
+            if not p.is_meta:  # a meta model is filled when it has been cut
                 nn.init.normal_(p, *p.init)
 
     def forward(
