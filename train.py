@@ -39,6 +39,7 @@ import harness  # first: it handles Ctrl-C
 import torch
 import torch.distributed as dist
 
+import advanced  # noqa: F401  (its lessons have plain names)
 import composition
 import context_parallel
 import ddp

@@ -25,6 +25,7 @@ from unittest import mock
 
 import torch
 
+import advanced  # noqa: F401  (its lessons have plain names)
 import collectives
 import context_parallel
 import harness

@@ -26,7 +26,8 @@ os.environ.setdefault("USERS_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "all"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 ROOT = pathlib.Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "advanced")]
+
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
 
 

@@ -14,14 +14,14 @@ import textwrap
 
 import pytest
 from conftest import ROOT
-from tops import DEMO
+from tops import lesson_file
 
 import harness
 from docs import pictures
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 STARTS = ("python ", "torchrun ", "python3 ", ".venv/", ".ci/", "pytest ")
-FOLDERS = ("benchmarks", "proof.", "exercises", "tests.", "docs.")  # whose modules are run with -m
+FOLDERS = ("advanced.", "benchmarks", "proof.", "exercises", "tests.", "docs.")  # run with -m
 # What takes longer than half a minute, needs a cluster, or needs a folder that the reader has
 LONG = ["--nproc_per_node=8", "--nnodes", "train.py", "benchmarks", "--plot", ".venv/bin"]
 LONG += ["tests.", "pytest", ".ci/run", "FOLDER", "--check", "proof.compare"]
@@ -138,8 +138,8 @@ def test_code_is_that_of_the_lessons():
     quoted = [(page, *found) for page in PAGES for found in block.findall(page.read_text())]
     assert len(quoted) > 10
     for page, name, code in quoted:
-        source = (ROOT / name).read_text()
-        depths = [textwrap.indent(code, " " * depth) for depth in (0, 4, 8)]
+        source = lesson_file(name[:-3]).read_text()
+        depths = [textwrap.indent(code, " " * depth) for depth in (0, 4, 8, 12)]
         assert any(lines in source for lines in depths), f"{page.name} shows an older {name}"
 
 
@@ -161,13 +161,13 @@ def test_short_commands_run(command):
             assert named != command or figure in rounded, f"{page.name}: {figure}"
 
 
-def test_the_readme_says_how_many_lines_to_copy():
-    """Of each technique's top, to the nearest ten or so, and where its plainest form ends."""
-    row = r"^\| \[`(\w+\.py)`\].*\|(?: to line (\d+))? \| (\d+) \|$"
+def test_the_readme_says_how_many_lines_a_file_has():
+    """To the nearest ten or so, and where its plainest form ends."""
+    row = r"^\| \[`\w+\.py`\]\((.*?)\).*\|(?: to line (\d+))? \| (\d+) \|$"
     rows = re.findall(row, (ROOT / "README.md").read_text(), re.M)
-    assert len(rows) >= 20
+    assert len(rows) >= 18
     for name, plain, said in rows:
-        lines = (ROOT / name).read_text().partition(DEMO)[0].splitlines()
+        lines = (ROOT / name).read_text().splitlines()
         assert abs(len(lines) - int(said)) <= 15, name
         ends = [i for i, line in enumerate([*lines, "# --- "]) if line.startswith("# --- ")]
         assert not plain or min(abs(i - int(plain)) for i in ends) <= 4, name

@@ -85,9 +85,9 @@ def test_one_exercise_from_beginning_to_end(run, tmp_path):
     bug, folder = BUGS[number - 1], tmp_path / f"exercise-{number}"
     code, said = run(str(number))
     assert code == 0 and "NOT proven: the gradient " in said and str(folder / bug.file) in said
-    for source in exercises.ROOT.glob("*.py"):
-        copied = (folder / source.name).read_text()
-        assert copied == (bug.planted() if source.name == bug.file else source.read_text())
+    for source in [*exercises.ROOT.glob("*.py"), *exercises.ROOT.glob("advanced/*.py")]:
+        copied = (folder / source.relative_to(exercises.ROOT)).read_text()
+        assert copied == (bug.planted() if source.stem == bug.name else source.read_text())
     right = (exercises.ROOT / bug.file).read_text()
     (folder / bug.file).write_text(right)
     code, said = run(f"{number} --check")

@@ -7,14 +7,14 @@ import sys
 
 import pytest
 from conftest import ROOT
-from tops import in_one_file
+from tops import in_one_file, lesson_file
 
 TECHNIQUES = ["collectives", "ddp", "parameter_server", "zero", "fsdp"]
 TECHNIQUES += ["tensor_parallel", "sequence_parallel", "tensor_overlap"]
 TECHNIQUES += ["pipeline", "zero_bubble", "dualpipe", "context_parallel", "packed_documents"]
 TECHNIQUES += ["expert_parallel", "muon", "diloco", "composition", "zero_in_grid", "muon_in_grid"]
 # Those whose demos stand on the harness; the others need model.py alone
-ON_HARNESS = [n for n in TECHNIQUES if "\nimport harness\n" in (ROOT / f"{n}.py").read_text()]
+ON_HARNESS = [n for n in TECHNIQUES if "\nimport harness\n" in lesson_file(n).read_text()]
 # Lessons whose tops build on others
 BUILDS_ON = {"zero_bubble": ["pipeline"], "zero_in_grid": ["zero", "fsdp", "composition"]}
 BUILDS_ON |= {"sequence_parallel": ["tensor_parallel"], "muon_in_grid": ["composition", "muon"]}
@@ -22,11 +22,21 @@ BUILDS_ON |= {"tensor_overlap": ["sequence_parallel", "tensor_parallel"], "fsdp"
 BUILDS_ON |= {"dualpipe": ["zero_bubble", "pipeline"], "packed_documents": ["context_parallel"]}
 OTHERS = ["README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff"]
 OTHERS += ["pyproject.toml", "requirements.txt", "requirements-dev.txt", ".gitignore", "mkdocs.yml"]
-CODE = ["harness", "proof", "receipts", "trainer", "simulator", "exercises", "benchmarks"]
+CODE = [
+    "advanced",
+    "harness",
+    "proof",
+    "receipts",
+    "trainer",
+    "simulator",
+    "exercises",
+    "benchmarks",
+]
 FOLDERS = [*CODE, "tests", "docs", ".ci"]
 # A module may import those of a lower floor and of its own folder; a demo also another lesson
 LESSONS = 4
 FLOORS = {
+    "advanced": -1,  # its own file only makes the plain names known
     "mixture": -1,
     "model": 0,
     "harness": 1,
@@ -44,7 +54,7 @@ CEILINGS = {
     "harness trainer": 4600,
     "receipts proof": 4000,
     "simulator": 2000,
-    "exercises": 300,
+    "exercises": 310,
     "tests": 13000,
     "benchmarks": 2510,
 }
@@ -66,7 +76,9 @@ def files():
 def sources():
     """{module's dotted name: its tree} of all that is not a test."""
     names = {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        .removesuffix(".__init__")
+        .removeprefix("advanced."): path
         for path in files()
     }
     return {name: ast.parse(path.read_text()) for name, path in names.items()}
@@ -102,7 +114,8 @@ def test_the_top_level_is_what_the_readme_lists():
         check=True,
     ).stdout.split()
     there = {name.partition("/")[0] for name in listed if (ROOT / name).exists()}
-    lessons = {f"{name}.py" for name in ["model", "mixture", "train", *TECHNIQUES]}
+    ground = [name for name in TECHNIQUES if lesson_file(name).parent == ROOT]
+    lessons = {f"{name}.py" for name in ["model", "mixture", "train", *ground]}
     assert there - {"data"} == lessons.union(OTHERS, FOLDERS)
 
 
@@ -139,7 +152,7 @@ def test_there_is_no_circle():
 def test_the_top_stands_alone(name):
     """Above the demo: torch and the standard library, no globals, no environment; and the lesson
     that it builds on."""
-    text = (ROOT / f"{name}.py").read_text()
+    text = lesson_file(name).read_text()
     top = ast.parse(text.partition(f"\n{DEMO}\n")[0])
     allowed = {"torch", *sys.stdlib_module_names, *BUILDS_ON.get(name, ())}
     for node in ast.walk(top):
@@ -162,7 +175,7 @@ def test_all_tops_fit_into_one_file():
 
 def below_the_line(name):
     """The names that a technique's demo defines."""
-    lines = (ROOT / f"{name}.py").read_text().splitlines()
+    lines = lesson_file(name).read_text().splitlines()
     line = lines.index(DEMO) + 1
     defined = set()
     for node in ast.parse("\n".join(lines)).body:

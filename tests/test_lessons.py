@@ -13,7 +13,7 @@ import time
 
 import pytest
 from conftest import ROOT, one_of_two
-from tops import without_project
+from tops import lesson_file, without_project
 
 import exercises.__main__ as exercises
 
@@ -21,14 +21,14 @@ import exercises.__main__ as exercises
 LESSONS = {
     "ddp": ("model", (2, 3, 4)),
 }
-BUGS = [bug for bug in exercises.load() if bug.file[:-3] in LESSONS]
+BUGS = [bug for bug in exercises.load() if bug.name in LESSONS]
 
 
 def copy(folder, lesson, bug=None):
     """Copy a lesson and what it names into a folder. bug: an exercise, planted in its file."""
     for name in [lesson, *LESSONS[lesson][0].split()]:
-        text = (ROOT / f"{name}.py").read_text()
-        if bug is not None and bug.file == f"{name}.py":
+        text = lesson_file(name).read_text()
+        if bug is not None and bug.name == name:
             text = bug.planted()
         (folder / f"{name}.py").write_text(text)
 

@@ -31,8 +31,9 @@ class Torchrun(Script):
     process that has imported torch. Its ranks are fresh processes, which import it themselves."""
 
     def __init__(self, folder, name, *flags, ranks, restarts=0):
+        where = ["-m", "advanced.muon"] if name == "muon" else [str(ROOT / f"{name}.py")]
         given = [f"--nproc_per_node={ranks}", "--standalone", f"--max-restarts={restarts}"]
-        given += [str(ROOT / f"{name}.py"), *flags]
+        given += [*where, *flags]
 
         def run():
             os.chdir(ROOT)
@@ -329,7 +330,7 @@ def not_forked(*flags):
 
     def before():
         os.chdir(ROOT)
-        sys.orig_argv = [sys.executable, "muon.py", *flags]
+        sys.orig_argv = [sys.executable, "-m", "advanced.muon", *flags]
         start.can_fork = lambda: False
 
     return before

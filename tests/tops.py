@@ -19,10 +19,16 @@ from conftest import ROOT, on_ranks
 DEMO = "\n# --- demo ---\n"
 
 
+def lesson_file(name):
+    """The path of a lesson, or of another file of the top level."""
+    paths = [ROOT / f"{name}.py", ROOT / "advanced" / f"{name}.py"]
+    return next(path for path in paths if path.exists())
+
+
 def cut_out(folder, names):
     """Write the tops of the named files into `folder`."""
     for name in names:
-        path = ROOT / f"{name}.py"
+        path = lesson_file(name)
         top, line, _ = path.read_text().partition(DEMO)
         assert line, f"{name}.py has no line {DEMO.strip()!r}"
         (folder / path.name).write_text(top)
@@ -33,15 +39,17 @@ def cut_out(folder, names):
 def without_project(folder):
     """This process can import the files in `folder`, as if for the first time, and none of the
     project's own."""
-    own = {path.stem for path in [*ROOT.glob("*.py"), *folder.glob("*.py")]}
+    lessons = [*ROOT.glob("*.py"), *ROOT.glob("advanced/*.py"), *folder.glob("*.py")]
+    own = {path.stem for path in lessons}
     own |= {path.parent.name for path in ROOT.glob("*/__init__.py")}
 
     def forget():
         names = [name for name in sys.modules if name.partition(".")[0] in own]
         return {name: sys.modules.pop(name) for name in names}
 
+    hidden = [str(ROOT / folder) for folder in ("", "tests", "advanced")]
     modules, paths, here = forget(), list(sys.path), os.getcwd()
-    elsewhere = [p for p in paths if os.path.abspath(p) not in (str(ROOT), str(ROOT / "tests"))]
+    elsewhere = [p for p in paths if os.path.abspath(p) not in hidden]
     sys.path[:] = [str(folder), *elsewhere]
     os.chdir(folder)
     try:
@@ -57,7 +65,7 @@ def in_one_file(names):
     """A module of all these tops. Raises AssertionError where a name means two things."""
     module, meanings = types.ModuleType("all_tops"), {}
     for name in names:
-        top = (ROOT / f"{name}.py").read_text().partition(DEMO)[0]
+        top = lesson_file(name).read_text().partition(DEMO)[0]
         for node in ast.parse(top).body:
             if isinstance(node, ast.ImportFrom) and node.module in names:
                 continue  # they stand in the same file

@@ -22,8 +22,8 @@ Limits        In ddp.py's all-reduce a rank sends 2 (N-1)/N P e, no rank is a bo
               gradient is stale: take it for dense models on equal devices. The asynchronous
               server needs gloo, and weights on the CPU: nccl can't receive from whoever is first.
 
-    torchrun --nproc_per_node=4 parameter_server.py
-    python parameter_server.py --staleness 4
+    torchrun --nproc_per_node=4 -m advanced.parameter_server
+    python -m advanced.parameter_server --staleness 4
 
 Li et al. 2014, Scaling distributed machine learning with the parameter server (bounded delay).
 Dean et al. 2012, Large scale distributed deep networks, section 4.1 (Downpour SGD).

@@ -25,7 +25,8 @@ Limits    An island also holds old weights, outer momentum, rounding error, N me
           inner optimizers' states are not averaged. For fast links take ddp.py. More, such as
           what it costs in loss: docs/learn/diloco.md.
 
-    torchrun --nproc_per_node=4 diloco.py      python diloco.py --sync-every 3 --outer-bits 4
+    torchrun --nproc_per_node=4 -m advanced.diloco
+    python -m advanced.diloco --sync-every 3 --outer-bits 4
 
 Douillard et al. 2023, DiLoCo, arXiv:2311.08105; 2025, Streaming DiLoCo, arXiv:2501.18512.
 Karimireddy et al. 2019, Error feedback, arXiv:1901.09847.

@@ -21,8 +21,8 @@ HSDP      Where links between nodes are slow: each node has a whole replica, whi
           across, for G nodes of n ranks of a column, and P parameters of e bytes on a rank.
 Copy      The tops of zero.py, fsdp.py and composition.py, too.
 
-    torchrun --nproc_per_node=4 zero_in_grid.py --tp 2
-    python zero_in_grid.py --tp 1 --stage 3 --shard-ranks 2                        (HSDP)
+    torchrun --nproc_per_node=4 -m advanced.zero_in_grid --tp 2
+    python -m advanced.zero_in_grid --tp 1 --stage 3 --shard-ranks 2                        (HSDP)
 
 Rajbhandari et al. 2020, arXiv:1910.02054. Zhao et al. 2023 (hybrid sharding), arXiv:2304.11277.
 """

@@ -26,7 +26,7 @@ Hidden    The waits for rows in pairs, if the partner has enough work: 1 - (5p -
 Limits    Without experts nothing is hidden: take zb-v. A pair needs the temporary memory of both.
           On one machine's CPUs don't expect a gain (docs/learn/dualpipe.md has times).
 
-    torchrun --nproc_per_node=4 dualpipe.py             python dualpipe.py --in-turns
+    torchrun --nproc_per_node=4 -m advanced.dualpipe    python -m advanced.dualpipe --in-turns
 
 DeepSeek-V3, arXiv:2412.19437, section 3.2.1. The schedule: docs/learn/pipelines.md.
 """

@@ -24,8 +24,8 @@ bits 12,500, with --sp half of it. Llama 2 70B has 10,240 in q, k and v, and 57,
 g's messages, and all in forward, are waited for. On GPUs set CUDA_DEVICE_MAX_CONNECTIONS=1, as
 Megatron-LM asks for: else the message may start late. The results are the same.
 
-    torchrun --nproc_per_node=4 tensor_overlap.py
-    python tensor_overlap.py --sp --gather-again --nproc 2
+    torchrun --nproc_per_node=4 -m advanced.tensor_overlap
+    python -m advanced.tensor_overlap --sp --gather-again --nproc 2
 
 Shoeybi et al. 2019, arXiv:1909.08053. The order: Megatron-LM's
 LinearWithGradAccumulationAndAsyncCommunication. Korthikanti et al. 2022, arXiv:2205.05198.

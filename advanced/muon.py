@@ -24,7 +24,8 @@ Use       For the layers of a language model: a lower loss than AdamW's after as
 Limits    More ranks than matrices are no faster. Keep weights in float32: in bfloat16 small steps
           and the decay round away. Beside tensor parallelism: muon_in_grid.py.
 
-    torchrun --nproc_per_node=4 muon.py                 python muon.py --family llama --experts 4
+    torchrun --nproc_per_node=4 -m advanced.muon
+    python -m advanced.muon --family llama --experts 4
 
 Jordan et al. 2024, https://kellerjordan.github.io/posts/muon. Liu et al. 2025, Muon is scalable,
 arXiv:2502.16982 (Moonlight: the update's scale, distributed Muon).

@@ -20,7 +20,8 @@ Use       docs/use/two-techniques.md has loops for the usual pairs, and one for 
           train.py composes all from flags. Here all sums wait for the end of backward: ddp.py,
           zero_in_grid.py and muon_in_grid.py hide them.
 
-    torchrun --nproc_per_node=4 composition.py --tp 2        python composition.py --nproc 8 --tp 4
+    torchrun --nproc_per_node=4 -m advanced.composition --tp 2
+    python -m advanced.composition --nproc 8 --tp 4
 
 Narayanan et al. 2021, arXiv:2104.04473, section 3.
 """

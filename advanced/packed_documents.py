@@ -19,7 +19,8 @@ Cost      A kernel per tile, dozens in each layer: worth it from some hundred to
           plan for each batch, on the host: some milliseconds, 0.1 s for 64 thousand tokens.
 Copy      The top of context_parallel.py as well: DocumentRing extends its Ring.
 
-    torchrun --nproc_per_node=4 packed_documents.py      python packed_documents.py --contiguous
+    torchrun --nproc_per_node=4 -m advanced.packed_documents
+    python -m advanced.packed_documents --contiguous
 
 Llama Team 2024, The Llama 3 herd of models, arXiv:2407.21783, sections 3.2 and 3.3.2 (the mask).
 MagiAttention, github.com/SandAI-org/MagiAttention: work dealt out, only used keys travel.

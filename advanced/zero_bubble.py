@@ -26,7 +26,8 @@ waits before and after are gone, and zb-h2 pays, only if a rank begins the next 
 work: not with clipping, whose norm waits for all. Not for a compiled stage. Under torch.autocast
 nothing is deferred: cast the weights instead.
 
-    torchrun --nproc_per_node=4 zero_bubble.py --layers 8       python zero_bubble.py --compare
+    torchrun --nproc_per_node=4 -m advanced.zero_bubble --layers 8
+    python -m advanced.zero_bubble --compare
 
 Qi et al. 2023, Zero bubble, arXiv:2401.10241. Qi et al. 2024, ZB-V, arXiv:2405.15362.
 """

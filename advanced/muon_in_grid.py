@@ -21,7 +21,7 @@ Cuts      Only a cut through matrices needs the all-gather. With p.matrix_rows (
 Norm      As in composition.py. A column's ranks own different elements, so they are no copies.
 Copy      The tops of muon.py and composition.py, and tensor_parallel.py's, which cuts.
 
-    torchrun --nproc_per_node=4 muon_in_grid.py --tp 2
+    torchrun --nproc_per_node=4 -m advanced.muon_in_grid --tp 2
     python train.py --dp 2 --tp 2 --optimizer muon
 
 Liu et al. 2025, arXiv:2502.16982, section 2.3 (gathering the shards of a matrix).
