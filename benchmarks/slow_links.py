@@ -147,7 +147,7 @@ def links(args):
     for megabits in args.rates:
         base = None
         for number, name in enumerate(RIVALS):
-            script, flags, steps = "diloco.py", SETTINGS[name], args.steps or 100
+            script, flags, steps = "-m advanced.diloco", SETTINGS[name], args.steps or 100
             if name == "ddp":
                 script, flags, steps = "train.py", "--dp 2 --sample 0", max(3, steps // 20)
             with two_hosts(megabits) as hosts:
