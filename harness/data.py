@@ -7,19 +7,14 @@ The default corpus needs no download: the source of Python's own standard librar
 tests, about 10 MB. It differs a little between Python versions, so its losses compare on one
 machine only. The last tenth of the tokens is the validation split.
 
-A text is read into memory at each start. Ready-made tokens are files that another program wrote,
-memory-mapped and never read whole:
-
-    x.npy                  one row of whole numbers, as numpy saves it
-    x.bin                  bare uint16, as nanoGPT writes; uint32 for a vocabulary above 65,536
-    x.bin with a header    of 1,024 bytes, as llm.c and modded-nanogpt write it: recognised
-    a folder               with train.bin (or .npy), and val.bin if there is one
+A text is read into memory at each start: a file, a folder of them, or a pattern. Ready-made tokens
+are not: ready_made.py. Nothing is dropped in silence: `note` says what was passed over, and what
+looks like a text in another encoding or like another kind of data is refused.
 
 A batch is a pure function of (seed, step): a hash of (seed, step, j) says where row j starts. So
 there is no loader to resume: every rank computes its own rows of the same global batch.
 """
 
-import contextlib
 import hashlib
 import os
 import pathlib
@@ -30,13 +25,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from harness.files import check_regular, short
+from harness.files import check_regular, memory, short
+from harness.ready_made import SAMPLE, find_tokens, matches, open_shards
 from harness.refusal import Refused
 from harness.tokens import of
 
-SAMPLE = 2**18  # ready-made tokens that are looked at when a file is opened
-# A header has three numbers: one of these, its version, and how many tokens follow
-HEADERS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}  # GPT-2's tokens, Llama 3's
+# Data in a form that is not read here, by the ends of names
+DATA = ".parquet .arrow .feather .jsonl .gz .bz2 .xz .zst .zip .tar .tgz .h5 .hdf5 .npz .pkl .pt "
+DATA += ".pth .safetensors .tfrecord .mds .bin .npy .idx"
+PARQUET = """python -c "import glob, numpy, pyarrow.parquet, tiktoken; gpt2 = \
+tiktoken.get_encoding('gpt2'); out = open('train.bin', 'wb'); \
+[numpy.array(gpt2.encode_ordinary(t) + [gpt2.eot_token], 'u2').tofile(out) \
+for f in sorted(glob.glob('*.parquet')) \
+for t in pyarrow.parquet.read_table(f, columns=['text'])['text'].to_pylist()]" """.strip()
 
 
 @dataclass
@@ -47,7 +48,8 @@ class Corpus:
     tokens: np.ndarray  # (N,)
     encoding: Any  # turns text into these tokens: see tokens.py
     digest: str  # sha256 of the tokens' bytes; of ready-made tokens, of the first
-    held_out: np.ndarray | None = None  # the validation split, if it is a file of its own
+    held_out: np.ndarray | None = None  # the validation split, if it has files of its own
+    note: str = ""  # of how many files they are, and what was passed over
 
     def split(self, which, context):
         """Tokens of the split "train" or "val". Refuses a split that is too short."""
@@ -90,105 +92,91 @@ def load(source="stdlib", tokenizer="bytes", vocab=None, mark=None):
     vocab   ready-made tokens must be below it (default: the tokenizer's)
     mark    what stands between two documents of a text file"""
     encoding, held_out = of(tokenizer), None
-    files = ready_made(source)
     try:
-        if files:
+        found = find_tokens(source)
+        if found:
+            files, validation, passed = found
             vocab = vocab or encoding.n_vocab
-            tokens, held_out = (file and open_tokens(file, vocab) for file in files)
+            tokens, held_out = open_shards(files, vocab), open_shards(validation, vocab)
+            files += validation
         else:
-            tokens = encode(source, encoding, mark)
+            tokens, files, passed = encode(source, encoding, mark)
     except (OSError, ValueError) as e:  # numpy says what is cut off
-        problem = f"--data {short(str(source))} can't be used ({short(str(e))})"
+        problem = f"--data {short(str(source))} can't be used ({short(str(e), 400)})"
         raise Refused(f"{problem}: give a text file, a folder of them, or stdlib") from e
     checksum = hashlib.sha256()
-    if files:
+    if found:
         checksum.update(f"{tokens.dtype} {len(tokens)}".encode())
-    checksum.update(np.ascontiguousarray(tokens[:SAMPLE] if files else tokens))
-    return Corpus(str(source), tokens, encoding, checksum.hexdigest(), held_out)
-
-
-# --- ready-made tokens
-
-
-def ready_made(source):
-    """(file of tokens, file of the validation split or None) of --data; None if it is text."""
-    path, found = pathlib.Path(source), []
-    if not os.path.isdir(path):
-        return (path, None) if path.suffix in (".bin", ".npy") else None
-    for split in ("train", "val"):
-        files = [path / f"{split}.bin", path / f"{split}.npy"]
-        found.append(next((file for file in files if file.is_file()), None))
-    return found if found[0] else None
-
-
-def open_tokens(path, vocab):
-    """One file's tokens (N,), memory-mapped. The first of them must be below the vocabulary: a file
-    of another tokenizer does not pass."""
-    check_regular(path)
-    if path.suffix == ".npy":
-        tokens = np.lib.format.open_memmap(path, mode="r")
-    else:
-        tokens = open_bin(path, vocab)
-    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
-        raise ValueError(f"{tokens.dtype} of shape {tokens.shape}, not one row of tokens")
-    first = tokens[:SAMPLE]
-    wrong = first[(first < 0) | (first >= vocab)]
-    if len(wrong):
-        found = f"has token {wrong[0]} (read as {tokens.dtype})"
-        advice = f"--vocab {wrong[0] + 1} or more, or the model's own tokens"
-        raise Refused(f"--data {path} {found}, but the vocabulary is {vocab}: give {advice}")
-    return tokens
-
-
-def open_bin(path, vocab):
-    """A .bin file's tokens. Raises ValueError if it was cut off, as numpy does."""
-    magic, version, count = [*np.fromfile(path, "<i4", 3).tolist(), 0, 0, 0][:3]
-    if magic in HEADERS:
-        known, dtype = HEADERS[magic]
-        if version != known or count < 0:
-            raise ValueError(f"its header has version {version} and {count} tokens")
-        return np.memmap(path, dtype, "r", 1024, count)
-    tokens = np.memmap(path, "<u2" if vocab <= 2**16 else "<u4", "r")
-    if not tokens[1:SAMPLE:2].any():
-        raise ValueError("every other number is 0, as if each took four bytes: write uint16")
-    return tokens
+    checksum.update(np.ascontiguousarray(tokens[:SAMPLE] if found else tokens))
+    note = f"{len(files):,} files" if len(files) > 1 and source != "stdlib" else ""
+    if passed and source != "stdlib":
+        names = short(", ".join(passed))
+        note += f"{', ' if note else ''}passed over, as no {'tokens' if found else 'text'}: {names}"
+    return Corpus(str(source), tokens, encoding, checksum.hexdigest(), held_out, note)
 
 
 # --- text
 
 
 def find(source):
-    """A source's files, in the order of their paths, without hidden ones."""
+    """(A text's files in the order of their paths, names of what else is there). Hidden ones do not
+    count."""
     root, suffix, skip = pathlib.Path(source), "", set()
     if source == "stdlib":
         root, suffix = pathlib.Path(sysconfig.get_paths()["stdlib"]), ".py"
         skip = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
     elif not root.is_dir():
-        check_regular(root)
-        return [root]
-    files = []
-    for folder, subfolders, names in os.walk(root):
+        files = matches(source) or [root]
+        for file in files:
+            check_regular(file)
+        return files, []
+    files, passed = [], []
+
+    def fail(error):
+        raise error
+
+    for folder, subfolders, names in os.walk(root, onerror=fail):
         subfolders[:] = [f for f in subfolders if f not in skip and not f.startswith(".")]
-        for name in names:
+        links = [f for f in subfolders if os.path.islink(os.path.join(folder, f))]
+        for name in sorted(names + links):
+            file = pathlib.Path(folder, name)
             if name.endswith(suffix) and not name.startswith("."):
-                files.append(pathlib.Path(folder, name))
-    return sorted(file for file in files if file.is_file())
+                (files if file.is_file() else passed).append(file)
+    return sorted(files), [str(file.relative_to(root)) for file in passed]
 
 
 def encode(source, encoding, mark):
-    """The tokens of all documents: text files, or what lies between two marks of such a file."""
-    files, pieces = find(source), []
+    """(the tokens of all documents, the files that have them, names of what else is there). A
+    document is a text file, or what lies between two marks of such a file."""
+    (files, passed), pieces, used, foreign = find(source), [], [], []
     size = sum(file.stat().st_size for file in files)
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if size > memory / 16:  # the bytes, the characters, and up to 8 bytes for each token
+    if size > memory() / 16:  # the bytes, the characters, and up to 8 bytes for each token
         advice = "give ready-made tokens (docs/use/run.md)"
         raise Refused(f"--data {source} has {size / 1e9:,.0f} GB, too much for memory: {advice}")
     for file in files:
-        with contextlib.suppress(UnicodeDecodeError):
-            text = file.read_bytes().decode("utf-8")
-            if "\0" not in text:
-                documents = text.split(mark) if mark else [text]
-                pieces += [encoding.document(part) for part in documents if part]
+        if file.suffix.lower() in DATA.split():
+            advice = "unpack it, or turn it into text or tokens (docs/use/run.md)"
+            if file.suffix == ".parquet":
+                advice = f"turn it into tokens, in its folder by {PARQUET}"
+            raise Refused(f"--data {source} has {file.name}, which is not read here: {advice}")
+        content = file.read_bytes()
+        try:
+            text = content.decode("utf-8-sig")  # a byte-order mark is no text
+        except UnicodeDecodeError:
+            is_text = b"\0" not in content or content[:2] in (b"\xff\xfe", b"\xfe\xff")  # UTF-16
+            (foreign if is_text else passed).append(file.name)
+            continue
+        if "\0" in text:
+            passed.append(file.name)
+            continue
+        used.append(file)
+        documents = text.split(mark) if mark else [text]
+        pieces += [encoding.document(part) for part in documents if part]
+    if foreign and source != "stdlib":
+        problem = f"{len(foreign)} of {len(files)} files are text, but not UTF-8 ({foreign[0]})"
+        advice = "convert them (iconv -f LATIN1 -t UTF-8), or give a pattern of the others"
+        raise Refused(f"--data {source}: {problem}: {advice}")
     if not pieces:
         raise Refused(f"--data {source} has no text (UTF-8): give a text file or a folder of them")
-    return np.concatenate(pieces).astype(np.uint16 if encoding.n_vocab <= 2**16 else np.uint32)
+    dtype = np.uint16 if encoding.n_vocab <= 2**16 else np.uint32
+    return np.concatenate(pieces).astype(dtype), used, passed

@@ -11,6 +11,7 @@ document longer than a row begins anew in the next row that has a part of it.
 
 import functools
 
+import numpy as np
 import torch
 
 from harness import tokens
@@ -52,6 +53,6 @@ def check(args, corpus):
     """Refuse a text that has no separator: it would be one document, silently."""
     if getattr(args, "documents", None):
         token = separator(args.documents, args.tokenizer)
-        if not (corpus.tokens[:SEARCHED] == token).any():
+        if token not in np.asarray(corpus.tokens[:SEARCHED]):
             missing = f"--data {corpus.name} has no token {token}, which separates documents"
             raise Refused(f"{missing}: give --documents the mark between them, or leave it out")

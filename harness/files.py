@@ -1,5 +1,6 @@
 """Files and folders that flags name. What can't be written is refused before the run."""
 
+import contextlib
 import json
 import math
 import os
@@ -18,6 +19,24 @@ def check_regular(path, most=math.inf):
         raise OSError("it is a folder, a device or a pipe, not a file")
     if found.st_size > most:
         raise OSError(f"it has {found.st_size / 1e9:,.0f} GB")
+
+
+def memory():
+    """The bytes of memory that this process may use: the host's, or what its cgroup allows."""
+    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    with contextlib.suppress(OSError):
+        for line in pathlib.Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers not in ("", "memory"):
+                continue
+            kind, file = ("memory", "memory.limit_in_bytes") if controllers else ("", "memory.max")
+            top = pathlib.Path("/sys/fs/cgroup", kind)
+            here = top / path.strip("/")  # within a container it may be the top itself
+            for folder in [here, *here.parents]:
+                with contextlib.suppress(OSError, ValueError):  # "max" is no limit
+                    if folder.is_relative_to(top):
+                        sizes.append(int((folder / file).read_text()))
+    return min(sizes)
 
 
 def read(path):

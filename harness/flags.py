@@ -170,7 +170,7 @@ def training_flags(g):
 
 
 def data_flags(g):
-    why = "a text file, a folder of them, or stdlib; or ready-made tokens, .bin or .npy"
+    why = "a text file, a folder, a pattern, or stdlib; or ready-made tokens, .bin or .npy"
     g.add_argument("--data", default="stdlib", metavar="PATH", help=why)
     why = "bytes; gpt2, downloaded once; a folder with a tokenizer.json; none: ready-made tokens "
     why += "(default: bytes; with --init-from the model's own)"

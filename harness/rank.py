@@ -1,13 +1,12 @@
 """One rank of a run: who it is, what all ranks agree on, its model and its rows of the text."""
 
 import contextlib
-import os
 
 import torch
 import torch.distributed as dist
 
 import model as gpt
-from harness import data, documents, initialize
+from harness import data, documents, files, initialize
 from harness.flags import DTYPES, configure
 from harness.presets import parameter_count
 from harness.refusal import NOBODY_READS, Refused, refuse
@@ -161,9 +160,9 @@ def text_of(args):
 def check_memory(args):
     """Refuse a model whose weights alone do not fit into this machine's memory."""
     size = parameter_count(configure(args)) * DTYPES[args.dtype].itemsize
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if args.device == "cpu" and size > memory:
-        problem = f"the weights take {size / 1e9:,.0f} GB, this machine has {memory / 1e9:,.0f} GB"
+    if args.device == "cpu" and size > files.memory():
+        has = f"this machine has {files.memory() / 1e9:,.0f} GB"
+        problem = f"the weights take {size / 1e9:,.0f} GB, {has}"
         raise Refused(f"{problem}: choose a smaller --preset, --width or --layers")
 
 

@@ -1,5 +1,7 @@
 """data.py: the text, the tokens, and batches that are a pure function of seed and step."""
 
+import struct
+import subprocess
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,7 +27,7 @@ def test_bytes_are_tokens(text):
 
 
 def test_stdlib_is_python_without_its_tests():
-    files = data.find("stdlib")
+    files, _ = data.find("stdlib")
     names = {f.name for f in files}
     assert {"argparse.py", "ast.py", "dataclasses.py"} <= names and files == sorted(files)
     assert not any("test" in f.parts or "site-packages" in f.parts for f in files)
@@ -38,8 +40,51 @@ def test_folder_is_read_in_order(tmp_path):
     (folder / "b" / "2.txt").write_text("two")
     (folder / "a.txt").write_text("one")
     (folder / "picture.png").write_bytes(b"\x89PNG\0\xff")
+    (folder / "c").symlink_to(folder / "b")
     corpus = data.load(folder)
     assert bytes(t for t in corpus.tokens if t < 256) == b"onetwo"
+    assert corpus.note == "2 files, passed over, as no text: c, picture.png"
+    corpus = data.load(f"{folder}/*/?.txt")
+    assert bytes(t for t in corpus.tokens if t < 256) == b"twotwo" and corpus.note == "2 files"
+    with pytest.raises(Refused, match="matches no file"):
+        data.load(f"{folder}/*.md")
+
+
+@pytest.mark.parametrize(
+    "name, content, words",
+    [
+        ("a.txt", "café".encode("latin-1") * 9, r"1 of 2 files are text, but not UTF-8 \(a.txt\)"),
+        ("a.txt", "text".encode("utf-16"), "1 of 2 files are text, but not UTF-8"),
+        ("a.jsonl", b"{}", "has a.jsonl, which is not read here: unpack it"),
+        ("b/a.bin", b"1234", "has a.bin, which is not read here"),
+        ("a.parquet", b"PAR1", "has a.parquet, which .* by python -c .*pyarrow"),
+    ],
+)
+def test_what_looks_like_data_is_refused(tmp_path, name, content, words):
+    (tmp_path / "README.md").write_text("a text " * 99)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(Refused, match=words):
+        data.load(tmp_path)
+
+
+def test_the_command_for_parquet(tmp_path):
+    """Runs, with stand-ins for the two libraries."""
+    (tmp_path / "tiktoken.py").write_text(
+        "class get_encoding:\n    eot_token = 9\n    def __init__(self, name): pass\n"
+        "    def encode_ordinary(self, text): return [*text.encode()]\n"
+    )
+    (tmp_path / "pyarrow").mkdir()
+    (tmp_path / "pyarrow/__init__.py").touch()
+    (tmp_path / "pyarrow/parquet.py").write_text(
+        "class Column(list):\n    tolist = to_pylist = list.copy\n"
+        "def read_table(f, columns): return {'text': Column(open(f).read().split())}\n"
+    )
+    for name, text in (("1.parquet", "d"), ("0.parquet", "ab c")):
+        (tmp_path / name).write_text(text)
+    subprocess.run(data.PARQUET, shell=True, cwd=tmp_path, check=True)
+    a, b, c, d = b"abcd"
+    assert np.fromfile(tmp_path / "train.bin", "u2").tolist() == [a, b, 9, c, 9, d, 9]
 
 
 def test_documents(tmp_path):
@@ -114,6 +159,20 @@ def write(path, tokens=TOKENS, dtype=np.uint16, header=()):
     return path
 
 
+def megatron(path, tokens=TOKENS, dtype=np.uint16, code=8):
+    """As Megatron-LM's IndexedDatasetBuilder writes them, here of two documents."""
+    path.write_bytes(tokens.astype(dtype).tobytes())
+    sizes, pointers = [5, len(tokens) - 5], [0, 5 * np.dtype(dtype).itemsize]
+    head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, 2, 3)
+    index = head + struct.pack("<2i2q3q", *sizes, *pointers, 0, 1, 2)
+    path.with_suffix(".idx").write_bytes(index)
+    return path
+
+
+def with_header(path, tokens):
+    return write(path, tokens, header=(20240520, 1, len(tokens)))
+
+
 def load(path, vocab=300):
     return data.load(path, "none", vocab)
 
@@ -139,9 +198,49 @@ def test_npy_says_its_dtype_itself(tmp_path, dtype):
 )
 def test_headers_are_recognised(tmp_path, magic, version, dtype):
     """As llm.c writes them, for GPT-2 and for Llama 3."""
-    for number in (5000, 4000):
-        path = write(tmp_path / "a.bin", dtype=dtype, header=(magic, version, number))
-        assert load(path).tokens.tolist() == TOKENS[:number].tolist()
+    path = write(tmp_path / "a.bin", dtype=dtype, header=(magic, version, 5000))
+    assert load(path).tokens.tolist() == TOKENS.tolist()
+
+
+@pytest.mark.parametrize("kind", [write, with_header, megatron])
+def test_shards_are_one_text(tmp_path, kind):
+    """Memory-mapped, in the order of their names; a folder and a pattern, with other files."""
+    one, folder = load(write(tmp_path / "one.bin")), tmp_path / "shards"
+    folder.mkdir()
+    (folder / "README.md").write_text("a readme " * 99)
+    for name, a, b in (("train_000002", 3999, 5000), ("train_000001", 9, 3999), ("train_0", 0, 9)):
+        kind(folder / f"fineweb_{name}.bin", tokens=TOKENS[a:b])
+    for source in (folder, f"{folder}/fineweb_*.bin"):
+        corpus = load(source)
+        assert corpus.held_out is None and len(corpus.tokens) == 5000
+        assert all(isinstance(part, np.memmap) for part in corpus.tokens.parts)
+        for split in ("train", "val"):
+            assert np.asarray(corpus.split(split, 16)).tolist() == one.split(split, 16).tolist()
+        for a, b in zip(corpus.batch(1, range(64), 100, 1), one.batch(1, range(64), 100, 1)):
+            assert torch.equal(a, b)
+        assert ("README.md" in corpus.note) == (source == folder) and "3 files" in corpus.note
+    kind(folder / "fineweb_val_000000.bin", tokens=TOKENS[:100])
+    corpus = load(folder)
+    assert len(corpus.tokens) == 5000 and len(corpus.held_out) == 100
+    assert len(load(f"{folder}/*val*").tokens) == 100
+    write(folder / "fineweb_train_0.npy")
+    with pytest.raises(Refused, match="as .bin and as .npy"):
+        load(folder)
+
+
+def test_megatrons_index_has_the_dtype(tmp_path):
+    path = megatron(tmp_path / "a.bin", TOKENS, np.int32, 4)
+    assert load(path).tokens.dtype == np.int32 and load(path).tokens.tolist() == TOKENS.tolist()
+    for content, words in (
+        (b"MM", "no index"),
+        (path.with_suffix(".idx").read_bytes()[:-8], "size"),
+    ):
+        path.with_suffix(".idx").write_bytes(content)
+        with pytest.raises(Refused, match=words):
+            load(path)
+    megatron(path, TOKENS, np.int32, 8)
+    with pytest.raises(Refused, match="5,000 tokens of uint16, and the file another size"):
+        load(path)
 
 
 def test_a_folder_with_both_splits(tmp_path):
@@ -162,14 +261,31 @@ def test_a_folder_with_both_splits(tmp_path):
 @pytest.mark.parametrize(
     "name, make, words",
     [
-        ("a.bin", lambda p: write(p, TOKENS + 100), "has token 3.. .* is 300: give --vocab 3.. or"),
-        ("a.bin", lambda p: write(p, dtype=np.uint32), "as if each took four bytes: write uint16"),
+        ("a.bin", lambda p: write(p, TOKENS + 100), "has token 3.. .* is 300: give --vocab 400 or"),
+        (
+            "a.bin",
+            lambda p: write(p, dtype=np.uint32),
+            "4 bytes, as if of uint32: a vocabulary of 300 takes uint16",
+        ),
         ("a.bin", lambda p: p.write_bytes(b"\1\0\1"), "not a multiple of the data-type size"),
         ("a.bin", lambda p: p.write_bytes(b""), "can't be used .*empty"),
         ("a.bin", lambda p: None, "No such file"),
         ("a.bin", lambda p: write(p, header=(20240520, 2, 5000)), "version 2 and 5000 tokens"),
         ("a.bin", lambda p: write(p, header=(20240520, 1, -5)), "version 1 and -5 tokens"),
-        ("a.bin", lambda p: write(p, header=(20240520, 1, 5001)), "greater than file size"),
+        (
+            "a.bin",
+            lambda p: write(p, header=(20240520, 1, 5001)),
+            "header says 5,001 tokens, its size 5,000",
+        ),
+        ("a.bin", lambda p: write(p, header=(20240520, 1, 4000)), "a pattern, not joined by cat"),
+        ("a.bin", lambda p: write(p, header=(20240328, 1, 5000)), "it has no tokens"),
+        (
+            "a.bin",
+            lambda p: write(p, TOKENS + 2**16, np.int64),
+            "8 bytes.*uint64.*above 65,536 uint32",
+        ),
+        ("a.bin", lambda p: write(p, TOKENS * 400, np.uint32), "4 bytes, as if of uint32"),
+        ("a.npy", lambda p: np.save(p, TOKENS << 40), "is 300: give the model's own tokens"),
         ("a.npy", lambda p: np.save(p, TOKENS.reshape(2, -1)), r"int64 of shape \(2, 2500\)"),
         ("a.npy", lambda p: np.save(p, -TOKENS), "has token -"),
         ("a.npy", lambda p: p.write_bytes(b"\x93NUMPY\1\0junk"), "can't be used"),
@@ -180,6 +296,15 @@ def test_bad_files_are_one_sentence(tmp_path, name, make, words):
     with pytest.raises(Refused, match=words) as error:
         load(tmp_path / name)
     assert "\n" not in str(error.value)
+
+
+def test_two_bytes_for_a_large_vocabulary(tmp_path):
+    """Ids that wrapped in uint16: no --vocab fits what four bytes of them are."""
+    path = write(tmp_path / "a.bin", np.arange(5000) * 3001 % 128256)
+    with pytest.raises(
+        Refused, match="2 bytes, as if of uint16: a vocabulary of 128,256 takes uint32"
+    ):
+        load(path, 128256)
 
 
 def test_a_run_without_a_tokenizer(tmp_path):

@@ -140,7 +140,7 @@ def test_what_is_no_file_is_refused_at_once(name, kind, tmp_path):
         if kind == "folder" and name in ("text", "tokens.bin", "tokens.npy"):
             words = "has no text"  # --data takes folders
         elif kind == "huge":
-            words = "GB|can't be read|magic string|every other number is 0"
+            words = "GB|can't be read|magic string|numbers are all 0"
         with pytest.raises((harness.Refused, ValueError, OSError), match=words) as error:
             READ[name](folder)
         assert "\n" not in str(error.value)

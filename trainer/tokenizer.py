@@ -2,7 +2,7 @@
 
 import pathlib
 
-from harness import data
+from harness.ready_made import find_tokens
 from harness.refusal import Refused
 
 # What a Hugging Face folder has beside config.json and the weights
@@ -18,7 +18,7 @@ def choose(args):
         return args.tokenizer or "bytes"
     if args.init_from and (pathlib.Path(args.init_from) / "tokenizer.json").is_file():
         return args.init_from
-    if data.ready_made(args.data):
+    if find_tokens(args.data):
         return "none"
     if args.init_from:
         raise Refused(

@@ -50,6 +50,7 @@ def describe(run, schedule):
     if args.islands > 1:
         layout = f"{args.islands} islands of {layout}"
     text = f"text {run.corpus.name}: {len(run.corpus.tokens):,} tokens, {run.target_count:,} a step"
+    text += f" ({run.corpus.note})" if run.corpus.note else ""
     text += f"; checkpoints in {args.out}" if args.out else "; nothing is saved without --out"
     run.print(f"{harness.parameter_count(config):,} parameters, {layout}; {text}")
     if args.pp > 1:
