@@ -51,7 +51,7 @@ FLOORS = {
 }
 # The most lines of Python in a folder, or in folders that share a duty
 CEILINGS = {
-    "harness trainer": 4600,
+    "harness trainer": 4900,
     "receipts proof": 4000,
     "simulator": 2000,
     "exercises": 310,
