@@ -464,7 +464,7 @@ class Sent(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         name = operation.name().removeprefix("c10d::").strip("_")
-        if operation.namespace == "c10d" and name not in ("barrier", "recv"):
+        if operation.namespace == "c10d" and name not in ("barrier", "recv", "recv_any_source"):
             group = next(a for a in args if isinstance(a, torch.ScriptObject))
             group = dist.ProcessGroup.unbox(group)
             n = group.size()

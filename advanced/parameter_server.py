@@ -22,13 +22,13 @@ Limits        In ddp.py's all-reduce a rank sends 2 (N-1)/N P e, no rank is a bo
               gradient is stale: take it for dense models on equal devices. The asynchronous
               server needs gloo, and weights on the CPU: nccl can't receive from whoever is first.
 
-    torchrun --nproc_per_node=4 -m advanced.parameter_server
-    python -m advanced.parameter_server --staleness 4
+    torchrun --nproc_per_node=4 -m advanced.parameter_server     (copied: with model.py alone)
 
 Li et al. 2014, Scaling distributed machine learning with the parameter server (bounded delay).
 Dean et al. 2012, Large scale distributed deep networks, section 4.1 (Downpour SGD).
 """
 
+import argparse
 from collections import Counter
 
 import torch
@@ -56,20 +56,9 @@ def pull(parameters, group):
 
 
 def push(parameters, group):
-    """Add up the gradients of all ranks on rank 0. On the others p.grad becomes None.
-
-        for micro_batches, target_count in batches:      # the number of targets of all ranks
-            pull(parameters, group)
-            for x, y in micro_batches:                   # this rank's
-                loss = cross_entropy(model(x), y, reduction="sum") / target_count
-                loss.backward()
-            push(parameters, group)
-            if dist.get_rank(group) == 0:
-                optimizer.step()                         # clip the gradients before it, only here
-            optimizer.zero_grad()
-        pull(parameters, group)                          # the last weights, on all ranks
-
-    A parameter that no rank used gets zeros, not None, so weight decay moves it."""
+    """Add up the gradients of all ranks on rank 0, the server, which clips them and takes the step.
+    On the others p.grad becomes None. A parameter that no rank used gets zeros, not None, so weight
+    decay moves it."""
     parameters = [p for p in parameters if p.requires_grad]
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     message = flatten(gradients)
@@ -103,27 +92,16 @@ def set_gradients(parameters, message):
 
 
 def serve(parameters, group, steps, bound):
-    """Rank 0 of asynchronous training. All other ranks are workers.
-
-        rank, workers = dist.get_rank(group), dist.get_world_size(group) - 1
-        if rank == 0:
-            for worker, staleness in serve(parameters, group, len(batches), bound=4):
-                optimizer.step()                         # one worker's gradient is in p.grad
-        else:                                            # batches are dealt out in turns
-            for micro_batches, target_count in batches[rank - 1 :: workers]:
-                pull(parameters, group)
-                for x, y in micro_batches:
-                    loss = cross_entropy(model(x), y, reduction="sum") / target_count
-                    loss.backward()
-                push(parameters, group)
-        pull(parameters, group)                          # the last weights, on all ranks
+    """Rank 0 of asynchronous training. All other ranks are workers: each pulls, computes, pushes,
+    for every W-th batch of the W workers. Yields (worker, staleness) when one worker's gradient is
+    in p.grad: then the caller takes the step.
 
     steps: how many gradients in all. bound: the largest staleness. With W workers take more than
     W - 1, such as 2 W: then a fast worker runs ahead. W - 1 means rounds, as if it were
     synchronous, and with less some workers always wait."""
     parameters = [p for p in parameters if p.requires_grad]
     workers = range(1, dist.get_world_size(group))
-    # Batches are dealt out in turns, as in the example
+    # Batches are dealt out in turns
     batches_left = Counter(workers[step % len(workers)] for step in range(steps))
     waiting = list(batches_left)  # a worker that has pushed wants weights: it need not ask
     computing = {}  # {worker: (the step of its weights, the send of these)}
@@ -154,81 +132,104 @@ def worst_staleness(step, computing):
 
 # --- demo ---
 
-import harness
-import proof
-import receipts.parameter_server as receipt
+from model import GPT, Config, OneProcess, Sent, join_ranks, leave, text_batch
 
 
 def main():
-    parser = harness.parser(__doc__)
-    why = "asynchronous: a gradient is at most N steps old when the server takes it"
-    parser.add_argument("--staleness", **harness.NATURAL, help=why)
+    parser = argparse.ArgumentParser(description="train a GPT in both ways, and prove it")
+    parser.add_argument("--steps", type=int, default=4, help="asynchronous: of each worker")
+    parser.add_argument("--staleness", type=int, default=4, help="at most, if asynchronous")
     args = parser.parse_args()
-    harness.configure(args)
-    proof.launch(demo, args, check=lambda world: receipt.check(args, world))
+    device = join_ranks()
+    for train in (synchronous, asynchronous):
+        if dist.get_rank() == 0:
+            print(f"{train.__name__}, {dist.get_world_size()} ranks")
+        torch.manual_seed(0)
+        model = GPT(Config(layers=2, width=32, context=32)).to(device, torch.float64)
+        train(model, torch.optim.AdamW(model.parameters()), args, device)
+    leave()
 
 
-def demo(run):
-    run.groups(dp=dist.group.WORLD)
-    model = run.fill(run.meta_model())
-    optimizer = harness.make_optimizer(model.parameters(), run.args)
-    train = synchronous if run.args.staleness is None else asynchronous
-    return train(run, model, list(model.parameters()), optimizer)
+def synchronous(model, optimizer, args, device):
+    one = OneProcess(model, torch.optim.AdamW)
+    group, parameters = dist.group.WORLD, list(model.parameters())
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    pull(parameters, group)
+    for step in range(args.steps):
+        tokens, targets, count = text_batch(step, 2 * ranks + 1, 32, device)
+        x, y = tokens.tensor_split(ranks)[rank], targets.tensor_split(ranks)[rank]
+        with Sent() as sent:
+            optimizer.zero_grad()
+            part = model(x, targets=y, target_count=count)  # the sum over y, divided by count
+            part.backward()
+            push(parameters, group)
+            if rank == 0:
+                torch.nn.utils.clip_grad_norm_(parameters, 0.5)
+                optimizer.step()
+            pull(parameters, group)
+        loss = part.detach()
+        dist.all_reduce(loss)
+        alone = one.train_step(tokens, targets, count, 0.5)
+        pairs = list(zip(model.named_parameters(), one.model.parameters()))
+        gradients = [(name, p.grad, q.grad) for (name, p), q in pairs if rank == 0]
+        one.compare(step, loss, alone, gradients, [(n, p.data, q.data) for (n, p), q in pairs])
+    size = sum(p.nbytes for p in parameters)
+    one.prove(sent, "the server's (N-1) P e", (ranks - 1) * size if rank == 0 else size)
 
 
-def synchronous(run, model, parameters, optimizer):
-    group = dist.group.WORLD
-    for step in run.steps(optimizer):
-        pull(parameters, group)
-        optimizer.zero_grad()
-        loss = backward(run, model, run.microbatches(step, run.rank, run.world))
-        push(parameters, group)
-        dist.all_reduce(loss, group=group)
-        # Workers have no gradients now: the rest concerns the server alone
-        norm = harness.grad_norm(parameters, [group])
-        run.check(loss, norm, lambda: [(n, p) for n, p in model.named() if p.grad is not None])
-        harness.clip(parameters, norm, run.args.grad_clip)
-        optimizer.step()
-        run.log()
-    return run.receipt(*receipt.synchronous(run))
-
-
-def asynchronous(run, model, parameters, optimizer):
-    group = dist.group.WORLD
-    alone = dist.new_group([0])  # the server checks by itself
-    gradients = serve(parameters, group, run.args.steps, run.args.staleness)
-    reference = receipt.Replay(run)  # redoes `history` on one process; its ledger counts
-    for step in run.steps(optimizer, reference=reference):
-        if run.rank == 0:
-            loss = run.zero()
-            with reference.ledger:
-                worker, staleness = next(gradients)
-                # Before the next next(gradients), which would take the loss for a gradient
-                dist.recv(loss, group=group, group_src=worker)
-            reference.history.append((worker, staleness))
-            norm = harness.grad_norm(parameters)
-            run.check(loss, norm, model.named, group=alone)
-            harness.clip(parameters, norm, run.args.grad_clip)
-            optimizer.step()
-            run.log()
-        elif step % (run.world - 1) == run.rank - 1:  # a batch of this worker's
-            with reference.ledger:
+def asynchronous(model, optimizer, args, device):
+    one = OneProcess(model, torch.optim.AdamW)
+    group, parameters = dist.group.WORLD, list(model.parameters())
+    rank, workers = dist.get_rank(), dist.get_world_size() - 1
+    batches = [text_batch(i, 3, 32, device) for i in range(args.steps * workers)]
+    history, losses = [], []  # of the server: (worker, staleness); of this worker
+    with Sent() as sent:
+        if rank == 0:
+            for worker, staleness in serve(parameters, group, len(batches), args.staleness):
+                history.append((worker, staleness))
+                torch.nn.utils.clip_grad_norm_(parameters, 0.5)
+                optimizer.step()
+        else:
+            for x, y, count in batches[rank - 1 :: workers]:
                 pull(parameters, group)
-                loss = backward(run, model, run.microbatches(step))
+                loss = model(x, targets=y, target_count=count)
+                loss.backward()
                 push(parameters, group)
-                dist.send(loss, group=group, group_dst=0)
-    return run.receipt(*receipt.asynchronous(run, reference))
-
-
-def backward(run, model, micro_batches):
-    """Add to p.grad. Return the loss: the sum over these tokens / the number in the batch."""
-    loss = run.zero()
-    for tokens, targets, samples in micro_batches:
-        part = model(tokens, targets=targets, target_count=run.target_count, sample_ids=samples)
+                losses.append(loss.detach())
+        pull(parameters, group)  # the last weights
+    everywhere = [None] * (workers + 1)
+    dist.all_gather_object(everywhere, losses if rank else history)
+    history, *losses = everywhere
+    if rank == 0:
+        ages = Counter(staleness for _, staleness in history)
+        print("staleness", ", ".join(f"{age} in {n} steps" for age, n in sorted(ages.items())))
+    # The same on one process: each gradient is of the weights that its worker had pulled
+    old_weights, taken = [], Counter()
+    for step, (worker, staleness) in enumerate(history):
+        tokens, targets, count = batches[worker - 1 + taken[worker] * workers]
+        old_weights.append([p.detach().clone() for p in one.model.parameters()])
+        load(one.model, old_weights[step - staleness])
+        one.optimizer.zero_grad()
+        part = one.model(tokens, targets=targets, target_count=count)
         part.backward()
-        loss += part.detach()
-    return loss
+        alone = part.detach()
+        torch.nn.utils.clip_grad_norm_(one.model.parameters(), 0.5)
+        load(one.model, old_weights[step])
+        one.optimizer.step()
+        loss = losses[worker - 1][taken[worker]]
+        taken[worker] += 1
+    pairs = list(zip(model.named_parameters(), one.model.parameters()))
+    gradients = [(name, p.grad, q.grad) for (name, p), q in pairs if rank == 0]
+    one.compare(step, loss, alone, gradients, [(n, p.data, q.data) for (n, p), q in pairs])
+    size = sum(p.nbytes for p in parameters)
+    sent_by_all = [(len(history) + workers) * size, *(len(own) * size for own in losses)]
+    one.prove(sent, "P e a gradient, and the last weights", sent_by_all[rank])
+
+
+def load(model, weights):
+    for p, weight in zip(model.parameters(), weights):
+        p.data.copy_(weight)
 
 
 if __name__ == "__main__":
-    harness.script(main)
+    main()

@@ -75,8 +75,8 @@ def shown(ratio):
 
 def call(words, passing=(0,)):
     """Run Python with these words, one thread a process, because others may use the cores. A lesson
-    of advanced/ is run with -m. Returns what it said. Raises Refused, with the last line of it, where the exit code is none of
-    `passing`."""
+    of advanced/ is run with -m. Returns what it said. Raises Refused, with the last line of it,
+    where the exit code is none of `passing`."""
     if os.path.exists(os.path.join(ROOT, "advanced", words[0])):
         words = ["-m", f"advanced.{words[0].removesuffix('.py')}", *words[1:]]
     with tempfile.TemporaryFile("w+") as output:

@@ -260,8 +260,6 @@ def assert_trained(named, whole, piece=lambda full, p: full):
     "files, of, model, optimizer",
     [
         ("ddp", "README", "torch", "sgd"),
-        ("parameter_server", "push", "torch", "sgd"),
-        ("parameter_server", "serve", "torch", "sgd"),
         ("zero", "PlainZeRO", "torch", "adamw"),
         ("zero", "ZeRO", "torch", "AdamW"),
         ("zero fsdp", "FSDP", "torch", "AdamW"),

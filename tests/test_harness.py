@@ -134,9 +134,6 @@ train --log-to /dev/full -> --log-to /dev/full can't be written
 train --param-dtype float16 -> float16 would need a loss scale: use bfloat16, or float32
 zero --param-dtype float64 -> is finer than --dtype float32
 fsdp --dtype bfloat16 --param-dtype float32 -> give a finer --dtype
-parameter_server --staleness 2 --nproc 1 -> needs a server and a worker: use --nproc 2
-parameter_server --staleness -1 -> '-1' is not a whole number of at least 0
-parameter_server --staleness 2 --microbatches 3 --nproc 2 -> by 1 data-parallel ranks x 3
 diloco --nproc 2 --sync-every 2 --stream 3 -> --sync-every 3 or more
 diloco --nproc 2 --sync-every 2 --stream-delay 2 -> less than --sync-every 2
 diloco --nproc 2 --outer-momentum 1 -> less than 1

@@ -20,6 +20,7 @@ import exercises.__main__ as exercises
 # {lesson: (the files that it takes along, the numbers of ranks that it is run with)}
 LESSONS = {
     "ddp": ("model", (2, 3, 4)),
+    "parameter_server": ("model", (2, 3, 4)),
 }
 BUGS = [bug for bug in exercises.load() if bug.name in LESSONS]
 

@@ -368,7 +368,6 @@ def through_the_host():
 @pytest.mark.parametrize(
     "flags",
     [
-        "parameter_server --staleness 2",
         "context_parallel --kind ring",
         "pipeline --schedule zb-v --layers 6",
     ],
