@@ -1,5 +1,6 @@
 """What mkdocs needs beside docs/: README.md as the first page, and a page of each file that a page
-links to. So the links of the repository lead somewhere on the site too."""
+links to. So the links of the repository lead somewhere on the site too. Commands are marked, and
+lines that are too long for any page: site.css wraps these. Other lines are columns, and scroll."""
 
 import posixpath
 import re
@@ -9,6 +10,12 @@ from mkdocs.structure.files import File, InclusionLevel
 
 ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)\s#]+)")
+CODE = re.compile(r"(?<=<pre><span></span><code>)[^<]*(?=</code></pre>)")  # of no language
+PROGRAMS = r"python3?|torchrun|pip|git|cp|cd|source|unshare|\.venv/bin/\w+|\.ci/run"
+COMMAND = re.compile(rf"^(?:\w+=\S+ )*(?:{PROGRAMS})(?: .*)?$", re.MULTILINE)
+HYPHENS = re.compile(r"[^\s<>&]*-[^\s<>&]*")  # where a browser would break a word
+COLUMNS = re.compile(r" {3,}")  # between two commands of a line, or a command and what it does
+LONG = re.compile(r"^(?!<).{111,}$", re.MULTILINE)
 
 
 def on_files(files, config):
@@ -34,6 +41,18 @@ def on_page_markdown(markdown, page, config, files):
         return posixpath.relpath(target, posixpath.dirname(page.file.src_uri))
 
     return LINK.sub(mapped, markdown)
+
+
+def on_page_content(html, page, config, files):
+    def command(line):
+        words = HYPHENS.sub(r"<span>\g<0></span>", line[0])
+        words = COLUMNS.sub(r'<span class="columns">\g<0></span>', words)
+        return f'<span class="command-line">{words}</span>'
+
+    def marked(code):
+        return LONG.sub(r'<span class="long-line">\g<0></span>', COMMAND.sub(command, code[0]))
+
+    return CODE.sub(marked, html)
 
 
 def in_repository(page, link):

@@ -259,7 +259,8 @@ const START = { model: "llama3-8b", device: "h200", schedule: "1f1b", dp: 8, zer
 const DEFAULTS = { dp: 1, tp: 1, sp: false, pp: 1, cp: 1, ep: 1, zero: 0, chunks: 2 };
 Object.assign(DEFAULTS, { recompute: "none", schedule: "1f1b" });
 function commandOf(c, devices) {
-  const nodes = Math.ceil(devices / 8), several = nodes > 1 ? `--nnodes=${nodes} ` : "";
+  const nodes = Math.ceil(devices / 8), meet = "--rdzv-backend=c10d --rdzv-endpoint=FIRST_HOST:29500";
+  const several = nodes > 1 ? `--nnodes=${nodes} ${meet} ` : "";
   const changed = Object.keys(DEFAULTS).filter((name) => c[name] !== DEFAULTS[name]);
   const said = changed.map((name) => `--${name}${c[name] === true ? "" : ` ${c[name]}`}`);
   said.push(`--batch ${c.dp * c.m * c.rows} --microbatches ${c.m} --param-dtype bfloat16`);
@@ -269,7 +270,10 @@ function commandOf(c, devices) {
 
 const number = (n, digits, more) =>
   n.toLocaleString("en", { maximumSignificantDigits: digits, ...more });
-const bytes = (n) => `${number(n / 1e9, 3)} GB`;
+function bytes(n) {
+  const unit = n < 1e3 ? 0 : Math.min(3, Math.floor(Math.log10(n) / 3));
+  return `${number(n / 1000 ** unit, 3)} ${["bytes", "KB", "MB", "GB"][unit]}`;
+}
 // Show {kind: amount} as parts of a bar, of which `whole` is the length, and in its list.
 function bar(id, parts, whole, text, title) {
   const box = document.getElementById(id);
@@ -287,19 +291,23 @@ function showStep(c) {
   const [held, sent] = ["held", "sent"].map((kind) => s.ranks.map((own) => own[kind]).reduce(more));
   const whole = Math.max(1.25 * memory, total(held)), left = memory - total(held);
   const fits = left < 0 ? `too much by ${bytes(-left)}` : `fits, ${bytes(left)} free`;
-  document.querySelector(".limit").style.left = `${(100 * memory) / whole}%`;
+  const limit = document.querySelector(".limit");
+  limit.style.left = `${(100 * memory) / whole}%`;
+  limit.textContent = bytes(memory);
   document.getElementById("memory").classList.toggle("over", left < 0);
   bar("memory", held, whole, bytes, `${bytes(total(held))} of ${bytes(memory)}: ${fits}`);
   const power = 10 ** Math.floor(Math.log10(total(sent) || 1));
   const scale = [1, 2, 5, 10].find((times) => times * power >= total(sent)) * power;
-  document.querySelector("#sent .bar").dataset.whole = bytes(scale);
-  bar("sent", sent, scale, bytes, `${bytes(total(sent))} a step`);
+  document.querySelector("#sent .bar").dataset.whole = total(sent) ? bytes(scale) : "";
+  bar("sent", sent, scale, bytes, total(sent) ? `${bytes(total(sent))} a step` : "nothing");
   const percent = (part) => `${number(100 * part, 2)}%`, share = (part) => percent(part / all);
   bar("time", s.seconds, all, share, `${number(all, 3)} s, bubble ${share(s.seconds.bubble)}`);
   const daily = number(86400 * s.speed, 3, { notation: "compact", compactDisplay: "long" });
   bar("tokens", { computing: s.mfu }, 1, percent, `${daily} tokens a day`);
-  document.getElementById("command").textContent = commandOf(c, s.devices);
-  document.getElementById("devices").textContent = number(s.devices, 6);
+  const words = commandOf(c, s.devices).split(" ").map((word) => `<span>${word}</span>`);
+  document.getElementById("command").innerHTML = words.join(" ");
+  const several = s.devices === 1 ? "device" : "devices";
+  document.getElementById("devices").textContent = `${number(s.devices, 6)} ${several}`;
 }
 
 play("layout", LAYOUT, START, showStep);

@@ -130,6 +130,7 @@ function showSteps(s) {
     return `<i class="${kind} ${far} ${other} ${when}" style="${place}">${m}</i>`;
   });
   chart.style.setProperty("--units", end);
+  chart.style.setProperty("--unit", s.m > 10 ? ".8rem" : ".45rem"); // room for all digits
   chart.innerHTML = spans.map((row, r) => `<b>rank ${r}</b><p>${bars(row).join("")}</p>`).join("");
   table.innerHTML = spans.map((row, rank) => {
     const begun = row.filter((action) => action.start < time), now = begun[begun.length - 1];
