@@ -21,16 +21,16 @@ def check_regular(path, most=math.inf):
         raise OSError(f"it has {found.st_size / 1e9:,.0f} GB")
 
 
-def memory():
+def memory(root="/"):
     """The bytes of memory that this process may use: the host's, or what its cgroup allows."""
     sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     with contextlib.suppress(OSError):
-        for line in pathlib.Path("/proc/self/cgroup").read_text().splitlines():
+        for line in pathlib.Path(root, "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers not in ("", "memory"):
                 continue
             kind, file = ("memory", "memory.limit_in_bytes") if controllers else ("", "memory.max")
-            top = pathlib.Path("/sys/fs/cgroup", kind)
+            top = pathlib.Path(root, "sys/fs/cgroup", kind)
             here = top / path.strip("/")  # within a container it may be the top itself
             for folder in [here, *here.parents]:
                 with contextlib.suppress(OSError, ValueError):  # "max" is no limit

@@ -26,6 +26,15 @@ from harness.refusal import Refused
 PAUSE = 0.1  # seconds between two questions to the store
 
 
+# What batch systems and MPI's launchers set: Slurm, Open MPI, MPICH and Intel MPI
+SCHEDULERS = {
+    "SLURM": "SLURM_PROCID SLURM_NTASKS SLURM_LOCALID SLURM_NTASKS_PER_NODE",
+    "OMPI": "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK "
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "PMI": "PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS",
+}
+
+
 class Launched(NamedTuple):
     """What the launcher says of this rank. By default there is no launcher."""
 
@@ -38,7 +47,7 @@ class Launched(NamedTuple):
 def launched():
     """What a launcher set in RANK, WORLD_SIZE and so on; None if no launcher started us. Refuses
     variables that are missing or wrong."""
-    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ and not take_over():
         return None
     rank, world = number("RANK"), number("WORLD_SIZE")
     local_world = number("LOCAL_WORLD_SIZE", world)  # not all launchers say it
@@ -49,6 +58,25 @@ def launched():
         if not os.environ.get("MASTER_ADDR"):
             raise Refused("MASTER_ADDR is not set: set it to the first rank's host")
     return Launched(rank, world, number("LOCAL_RANK", rank % local_world), local_world)
+
+
+def take_over():
+    """Set RANK and so on by what a batch system says of several tasks. Returns whether there are:
+    each of them alone would be a complete run, and all would write into one --out."""
+    for names in map(str.split, SCHEDULERS.values()):
+        rank, world = names[:2]
+        if rank not in os.environ or number(world, 1) == 1:
+            continue
+        lacking = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+        if lacking:
+            problem = f"{world} is {os.environ[world]}, and {' and '.join(lacking)} not set"
+            advice = "set both, the first to the first task's host, or in a single process RANK=0 "
+            raise Refused(f"{problem}: {advice}WORLD_SIZE=1 (docs/use/run.md)")
+        ours = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        found = {new: os.environ[name] for new, name in zip(ours, names) if name in os.environ}
+        os.environ.update(found)
+        return True
+    return False
 
 
 def number(name, default=None):

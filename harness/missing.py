@@ -22,6 +22,7 @@ ANSWER = 6  # seconds for a rank's answer to a roll call: on a busy machine it m
 LOST = 75  # exit code of a rank that leaves the explanation to another rank, or to the launcher
 # What gloo says of a lost peer
 SIGNS_OF_A_LOST_PEER = ("connection closed", "connection reset", "broken pipe")
+MEMORY_ERRORS = (MemoryError, torch.OutOfMemoryError)
 NO_MEMORY = "can't allocate memory"  # what torch says of it on CPUs
 
 
@@ -83,18 +84,24 @@ def is_first_failure(store):
     return within(1, lambda: store.add("failed", 1)) in (1, None)
 
 
+def lost_a_peer(error):
+    """Whether an exception is what gloo says of a peer that has gone."""
+    of_gloo = isinstance(error, RuntimeError)  # another library's connection may break too
+    return of_gloo and any(sign in str(error).lower() for sign in SIGNS_OF_A_LOST_PEER)
+
+
 def failed(error, store, rank):
     """Report an exception, once for all ranks. Returns the exit code."""
-    text = str(error).lower()
-    of_gloo = isinstance(error, RuntimeError)  # another library's connection may break too
-    lost_a_peer = of_gloo and any(sign in text for sign in SIGNS_OF_A_LOST_PEER)
+    lost = lost_a_peer(error)
     # Of ranks on one machine, the process that started them saw which one died
-    if (lost_a_peer and "STORE_FILE" in os.environ) or not is_first_failure(store):
+    if (lost and "STORE_FILE" in os.environ) or not is_first_failure(store):
         return LOST
-    if lost_a_peer:
+    if lost:
         reason = str(error).partition("\n")[0]
         say(f"rank {rank} lost another one ({reason}); the run ends")
-    elif isinstance(error, (MemoryError, torch.OutOfMemoryError)) or NO_MEMORY in text:
+    elif (
+        isinstance(error, (MemoryError, torch.OutOfMemoryError)) or NO_MEMORY in str(error).lower()
+    ):
         name = traceback.extract_tb(error.__traceback__)[-1].name
         advice = "docs/learn/memory.md says which flags make a run smaller"
         say(f"rank {rank} found no memory left in {name}(): {advice}")

@@ -22,12 +22,13 @@ class Refused(SystemExit):
 
 
 @contextlib.contextmanager
-def refusing():
-    """Turn a technique's ValueError about sizes that do not fit into a refusal."""
+def refusing(kind=ValueError, advice=None):
+    """Turn an exception, such as a technique's ValueError about sizes that do not fit, into a
+    refusal."""
     try:
         yield
-    except ValueError as e:
-        raise Refused(str(e)) from e
+    except kind as e:
+        raise Refused(f"{e}: {advice}" if advice else str(e)) from e
 
 
 def say(message):

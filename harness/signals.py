@@ -1,4 +1,5 @@
-"""What Ctrl-C, SIGTERM and SIGHUP do: the process ends with a sentence. Imported before torch."""
+"""What Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 do: the process ends with a sentence. Imported
+before torch."""
 
 import contextlib
 import ctypes
@@ -12,7 +13,8 @@ from harness.refusal import finish, say
 
 unsaved = ""  # what train.py adds to the sentence if a run saves nothing
 # What a user, a terminal that closes or a batch system sends to end a run
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+OF_LAUNCHERS = (signal.SIGTERM, signal.SIGHUP)
+STOPPING = (*OF_LAUNCHERS, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def handle(handler, numbers=STOPPING):
@@ -25,7 +27,8 @@ def handle(handler, numbers=STOPPING):
 def end_by_sentence():
     """Have signals end this process. A launcher sends its ranks SIGTERM where another has failed:
     they leave it and SIGHUP as they are."""
-    handle(interrupted, [signal.SIGINT] if "RANK" in os.environ else STOPPING)
+    left = OF_LAUNCHERS if "RANK" in os.environ else ()
+    handle(interrupted, [number for number in STOPPING if number not in left])
 
 
 def interrupted(number, _):

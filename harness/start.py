@@ -12,6 +12,7 @@ import importlib
 import math
 import os
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from harness import host_messages, missing, signals
-from harness.files import check_file
+from harness.files import check_file, short
 from harness.flags import flag_of
 from harness.joining import Launched, join, launched
 from harness.missing import LOST, PATIENCE
@@ -69,12 +70,19 @@ def launch(demo, args, needed=None, check=lambda world: None, make=Rank):
         if getattr(args, name, None):
             check_file(flag_of(name), getattr(args, name))
     local_world = me.local_world if me.world > 1 else world
-    one_each = gpus == 1 and "SLURM_PROCID" in os.environ  # as with srun --gpus-per-task=1
+    # As with srun --gpus-per-task=1, or in a pod that is not told how many ranks are beside it
+    one_each = gpus == 1 and "SLURM_PROCID" in os.environ
+    one_each |= joined is not None and "LOCAL_WORLD_SIZE" not in os.environ
     if args.backend == "nccl" and local_world > gpus and not one_each:
         problem = f"{world} ranks need {world} GPUs on nccl and this machine has {gpus}"
         advice = "fewer ranks, several nodes (docs/use/run.md), or ranks that share a GPU by"
         raise Refused(f"{problem}: use {advice} --backend gloo")
 
+    if me.world == 1:  # all ranks will be on this machine, whatever the cluster's interface is
+        interfaces = {name for _, name in socket.if_nameindex()}
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            if os.environ.get(variable) not in interfaces:
+                os.environ[variable] = "lo0" if sys.platform == "darwin" else "lo"
     text = {}
 
     def work(*rank):
@@ -109,8 +117,6 @@ def start_ranks(work, world):
     """Run work() -> exit code in `world` processes of this machine, in which joining.launched()
     says who they are. Returns an exit code: see verdict. The ranks meet in a file, so only the
     backend listens for connections, on the loopback interface."""
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(variable, "lo0" if sys.platform == "darwin" else "lo")
     sys.stdout.flush()
     sys.stderr.flush()
     if can_fork():
@@ -227,7 +233,15 @@ def one_rank(work, args):
         # For every new_group, which does not take the world's
         distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = later
         ranks = {"rank": me.rank, "world_size": me.world}
-        dist.init_process_group(args.backend, store=store, timeout=later, **ranks)
+        try:
+            dist.init_process_group(args.backend, store=store, timeout=later, **ranks)
+        except RuntimeError as e:
+            if missing.lost_a_peer(e):
+                raise
+            interface = os.environ.get("GLOO_SOCKET_IFNAME", "not set")
+            problem = f"rank {me.rank} can't connect by {args.backend} ({short(str(e))})"
+            advice = f"set GLOO_SOCKET_IFNAME, now {interface}, to an interface that is up"
+            raise Refused(" ".join(f"{problem}: {advice}".split()), alone=True) from e
         code = work(me.rank, me.world, device) or 0
         # No rank leaves while others still send to it. A barrier would warn that it guesses a GPU
         last = torch.zeros(1, device=device)
@@ -273,6 +287,8 @@ def script(main):
     sys.stdout.reconfigure(errors="replace")
     rank = os.environ.get("RANK", "0")
     try:
+        with refusing(OSError, "set TMPDIR to a folder that can be written"):
+            tempfile.gettempdir()  # torch needs one, too
         main()
         sys.stdout.flush()
     except Refused as e:

@@ -55,7 +55,7 @@ def test_told_to_stop_it_saves_and_goes_on(text, tmp_path, undisturbed):
     """By Ctrl-C, which all ranks get, and again from who started them; then by a signal to one
     rank, in another layout; then on to the end."""
     out, last = tmp_path / "out", 0
-    for number, layout in ((signal.SIGINT, "--dp 2 --pp 2"), (signal.SIGHUP, "--tp 2")):
+    for number, layout in ((signal.SIGINT, "--dp 2 --pp 2"), (signal.SIGUSR2, "--tp 2")):
         run = Training(tmp_path, f"--steps 100000 {layout} --out {out} --resume", text)
         ranks = run.wait_for(f"step {last + 3:4d}")
         for pid in [run.pid, *ranks] if number == signal.SIGINT else ranks[1:]:

@@ -96,6 +96,25 @@ def test_a_flag_is_refused_in_one_sentence(name, nothing_starts, monkeypatch, ca
     assert all(ends.values()), ends
 
 
+@pytest.mark.parametrize(
+    "cgroup, file, found",
+    [
+        ("0::/jobs/7", "jobs/memory.max", 5000),  # of a folder above
+        ("0::/../elsewhere", "memory.max", 5000),  # in a container
+        ("9:cpu,io:/x\n5:memory:/jobs/7", "memory/jobs/7/memory.limit_in_bytes", 5000),
+        ("0::/jobs/7", "other/memory.max", None),
+    ],
+)
+def test_the_memory_that_a_cgroup_allows(tmp_path, cgroup, file, found):
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(cgroup)
+    path = tmp_path / "sys/fs/cgroup" / file
+    path.parent.mkdir(parents=True)
+    path.write_text("5000\n")
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert harness.files.memory(tmp_path) == (found or host)
+
+
 # --- files that are none, and files without end or room
 
 

@@ -52,6 +52,32 @@ def test_right_variables(monkeypatch):
         joining.launched()
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        "SLURM_PROCID SLURM_NTASKS SLURM_LOCALID",
+        "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK",
+        "PMI_RANK PMI_SIZE MPI_LOCALRANKID",
+    ],
+)
+def test_tasks_of_a_batch_system_are_ranks(monkeypatch, names):
+    """Or refused: each would be a run of its own, and all would write into one --out."""
+    for name in GOOD:
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setitem(os.environ, name, "")  # so that it is as before at the end
+        monkeypatch.delenv(name)
+    for name, value in zip(names.split(), ("1", "1", "0")):
+        monkeypatch.setenv(name, value)
+    assert joining.launched() is None  # one task
+    for name, value in zip(names.split(), ("1", "2", "0")):
+        monkeypatch.setenv(name, value)
+    said = refused(monkeypatch, "train", "--dp 2")
+    assert f"{names.split()[1]} is 2, and MASTER_ADDR and MASTER_PORT not set: set both" in said
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, GOOD[name])
+    assert joining.launched() == (1, 2, 0, 2)
+
+
 def alone(function):
     """A test in a process of its own, which forks no others."""
 

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from unittest import mock
@@ -23,6 +24,7 @@ from test_house import ON_HARNESS
 
 import harness
 import muon
+import train
 from harness import host_messages, joining, start
 
 
@@ -62,8 +64,15 @@ def test_as_many_ranks_as_gpus(monkeypatch):
         one.setattr(sys, "argv", ["muon.py", "--quiet", "--batch", "8", "--nproc", "4"])
         muon.main()
     assert begun == [2, 4, 4, 4]
-    under_torchrun = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "::1", "MASTER_PORT": "1"}
-    for variables in ({}, under_torchrun):
+    pods = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "::1", "MASTER_PORT": "1"}
+    with monkeypatch.context() as one:  # as Kubeflow: nobody says how many ranks a host has
+        for name, value in pods.items():
+            one.setenv(name, value)
+        one.setattr(start, "one_rank", mock.Mock(side_effect=LookupError("a rank began")))
+        one.setattr(sys, "argv", ["train.py", "--quiet", "--dp", "4"])
+        with pytest.raises(LookupError, match="a rank began"):
+            train.main()
+    for variables in ({}, pods | {"LOCAL_WORLD_SIZE": "4"}):
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         said = refused(monkeypatch, "muon", "--nproc 4")
@@ -131,7 +140,7 @@ LONG = "--dp 2 --batch 4 --steps 100000 --prove 0 --sample 0 --eval-every 0".spl
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 @pytest.mark.parametrize(
     "number, expected",
-    [(signal.SIGKILL, 1), (signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
+    [(signal.SIGKILL, 1), (signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 138)],
 )
 def test_interrupted(tmp_path, number, expected):
     """A rank is killed, or who started the ranks is told to stop."""
@@ -141,6 +150,36 @@ def test_interrupted(tmp_path, number, expected):
     assert script.end() == expected and gone(pids) and "Traceback" not in script.output()
     [said] = script.errors()
     assert ("rank 0 was ended by SIGKILL" if number == signal.SIGKILL else "interrupted") in said
+
+
+@pytest.mark.parametrize("flags", [["--nproc", "1"], ["--dp", "2"]])
+def test_the_clusters_interface(tmp_path, flags):
+    """On one machine it does not matter; where the launcher is another, it is a sentence."""
+    cluster = lambda: os.environ.update(GLOO_SOCKET_IFNAME="ib0")  # noqa: E731
+    script = Script(tmp_path, "train", [*SMALL, "--sample", "0", *flags], cluster)
+    assert script.end() == 0, script.output()
+
+
+def test_an_interface_that_is_not_there(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(start, "share_cores", lambda *_: None)
+    monkeypatch.setattr(dist, "init_process_group", mock.Mock(side_effect=RuntimeError("no\nib0")))
+    args = argparse.Namespace(device="cpu", backend="gloo")
+    launcher = dict(RANK="0", WORLD_SIZE="1", GLOO_SOCKET_IFNAME="ib0")
+    with mock.patch.dict(os.environ, launcher):
+        assert start.one_rank(lambda *_: 0, args) == 2
+    said = "rank 0 can't connect by gloo (no ib0): set GLOO_SOCKET_IFNAME, now ib0, to an interface"
+    assert said in capsys.readouterr().err
+
+
+def test_no_folder_for_temporary_files(tmp_path):
+    def read_only():
+        tempfile.gettempdir = mock.Mock(side_effect=FileNotFoundError("No usable directory"))
+
+    script = Script(tmp_path, "train", SMALL, read_only)
+    assert script.end() == 2
+    assert script.errors() == [
+        "train.py: No usable directory: set TMPDIR to a folder that can be written"
+    ]
 
 
 def test_one_process_is_interrupted(tmp_path):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import harness
-from harness import Refused, check_folder, say
+from harness import Refused, check_folder, say, signals
 from trainer import checkpoint
 
 # Fields of model.Config that may change from run to run
@@ -98,10 +98,8 @@ class Saver:
             return args.steps
         if args.out and first < args.steps:
             self.run.also_read.append(self.signal_of_any_rank)
-            # Preemption sends SIGTERM, and soon SIGKILL; a closing terminal SIGHUP; Ctrl-C SIGINT
-            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-                if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
-                    signal.signal(number, self.receive)
+            # Preemption sends SIGTERM, and soon SIGKILL; Slurm before its limit what one asks for
+            signals.handle(self.receive)
         return first
 
     def resume(self):
