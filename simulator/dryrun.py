@@ -140,7 +140,7 @@ class DryRun(proof.Run):
 class NoText:
     """In place of a text."""
 
-    name, tokens = "no text", ()
+    name, tokens, note = "no text", (), ""
 
     def batch(self, step, rows, length, seed, split):
         windows = torch.zeros(len(rows), length + 1, dtype=torch.int64)

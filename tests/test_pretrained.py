@@ -321,6 +321,25 @@ def test_names_without_prefix_and_known_buffers_are_read(folders, tmp_path):
             assert all(torch.equal(source.draw(n, p.shape), p) for n, p in right.items())
 
 
+@pytest.mark.parametrize("name", ["gpt2", "tied llama"])
+def test_a_head_that_is_not_the_embedding(folders, tmp_path, name):
+    """config.json ties them: transformers does not then. Refused; as it advises, the logits are
+    those of transformers in both."""
+    folder = shutil.copytree(folders[name], tmp_path / "model")
+    head = torch.randn(300, 32, generator=torch.Generator().manual_seed(0))
+    change(folder / "model.safetensors", {"lm_head.weight": head})
+    tokens = torch.arange(24).view(1, 24)
+    theirs = read(folder)(tokens).logits
+    with pytest.raises(
+        harness.Refused, match='lm_head.weight is not .*"tie_word_embeddings": false'
+    ):
+        prepare(f"--init-from {folder} --tokenizer bytes")
+    change(folder / "config.json", {"tie_word_embeddings": False})
+    prepare(f"--init-from {folder} --tokenizer bytes")
+    torch.testing.assert_close(build(folder).double()(tokens), theirs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(read(folder)(tokens).logits, theirs)
+
+
 def test_a_context_of_at_most_1024_unless_asked(folders, tmp_path):
     folder = tmp_path / "long"
     shutil.copytree(folders["tied llama"], folder)

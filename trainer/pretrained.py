@@ -256,7 +256,12 @@ class Folder:
                 what = f"{self.folder}: {name} is {there}, not {shape}"
                 raise ValueError(f"{what} as config.json says")
         extra = self.files.keys() - expected.keys()
-        if self.config.tied:  # as transformers, which takes the embedding then
+        if self.config.tied and HEAD in extra:  # transformers does not tie two that differ
+            [embedding], *_ = theirs("embed.token.weight", self.config)
+            if not torch.equal(self.tensor(HEAD), self.tensor(embedding)):
+                what = f"{HEAD} is not {embedding}, though its config.json ties them"
+                advice = 'transformers does not: say "tie_word_embeddings": false there'
+                raise ValueError(f"{self.folder}: {what}; {advice}")
             extra -= {HEAD}
         if extra:
             others = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
