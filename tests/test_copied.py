@@ -286,7 +286,7 @@ def test_usage_of_data_parallelism(copied, files, of, model, optimizer):
         for p in use.model.parameters():
             if of == "sum_gradients" or of == "push" and p.requires_grad:
                 p.data += rank
-        code = textwrap.dedent(readme.partition("\nThe same flags")[0])
+        code = textwrap.dedent(readme.partition("\n## All of them")[0])
         if of == "README":
             names["batches"] = [(*part, count) for [part], count in names["batches"]]
         else:
