@@ -519,8 +519,9 @@ class OneProcess:
         """Print what the rank sent that sends most, beside the formula in `text`, and "proven" if
         nothing differs by more than 1e-10 (rounding is 1e-15). Else end with exit code 1."""
         on_ranks = [None] * dist.get_world_size()
-        dist.all_gather_object(on_ranks, (abs(sent.bytes - formula), sent.bytes, formula))
-        wrong, bytes_sent, expected = max(on_ranks)
+        calls = ", ".join(f"{n} {name}" for name, n in sent.calls.items())
+        dist.all_gather_object(on_ranks, (abs(sent.bytes - formula), sent.bytes, formula, calls))
+        wrong, bytes_sent, expected, calls = max(on_ranks)
         error, name = self.worst
         verdict = f"proven, to {error:.1e} ({name})"
         if error > 1e-10:
@@ -528,7 +529,6 @@ class OneProcess:
         elif wrong > 0.5:
             verdict = "NOT proven: sent and formula differ"
         if dist.get_rank() == 0:
-            calls = ", ".join(f"{n} {name}" for name, n in sent.calls.items())
             print(f"sent {bytes_sent:,.0f} bytes ({calls}), {text} = {expected:,.0f}: {verdict}\n")
         if verdict.startswith("NOT"):
             leave(1)

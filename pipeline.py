@@ -9,47 +9,37 @@
         . . . 0[0 ] 1[1 ] 2[2 ] 3[3 ] 4[4 ] 5[5 ] 6[6 ] 7[7 ] . . . . . .
         |- fill -|    one forward, one backward, in turn     |- drain -|, then optimizer.step()
 
-Split: the layers into p stages, one per rank, and the batch into m micro-batches. A schedule lists
-each rank's actions in order.
+Split     The layers into p stages, one per rank, and the batch into m micro-batches. A schedule
+          lists each rank's actions in order.
+Sent      Each forward's result to the next stage, and the gradient of each stage's input to the
+          stage before: b T C e bytes per micro-batch, boundary and direction, for b sequences of T
+          tokens, width C, e bytes per element. That is little: pipelines suit the slowest links.
+Backward  The chain rule, cut at the boundaries. A stage's input x is a leaf of its own graph. So
+          y.backward(gradient of y, from the next stage) leaves the gradient of x in x.grad, which
+          goes to the stage before. The gradients of all micro-batches add up in .grad.
+Limits    Ranks wait while the pipeline fills and drains (the bubble). They work m / (m + p - 1) of
+          the time, 24 of the 33 cells of a row above, with 1F1B as with GPipe: 1F1B saves memory,
+          not time. With few micro-batches take something else: docs/learn/pipelines.md.
 
-Sent: each forward's result to the next stage, and the gradient of each stage's input to the stage
-before. A micro-batch sends b T C e bytes each way over each boundary between ranks: b sequences of
-T tokens, width C, e bytes per element. That is little, so pipelines suit the slowest links.
-
-Backward: the chain rule, cut at the boundaries. A stage's input x is a leaf of its own graph. So
-y.backward(gradient of y, from the next stage) leaves the gradient of x in x.grad, which goes to the
-stage before. The gradients of all micro-batches add up in .grad.
-
-Limits: ranks wait while the pipeline fills and drains (the bubble). They work m / (m + p - 1) of
-the time, 24 of the 33 cells of a row above, with 1F1B as with GPipe: 1F1B saves memory, not time.
-zero_bubble.py fills the waits; docs/learn/pipelines.md compares the schedules.
-
-    torchrun --nproc_per_node=4 pipeline.py --layers 8        python pipeline.py --compare
+    torchrun --nproc_per_node=4 pipeline.py            (needs model.py, to train and prove itself)
 
 GPipe arXiv:1811.06965; 1F1B arXiv:2006.09503; interleaved arXiv:2104.04473.
 """
 
+import argparse
 import collections
-import contextlib
+import copy
 import itertools
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 
 # --- the plainest form: any row of the picture, with receives that block
 
 
-def cut(layers, stages):
-    """Cut a list into runs of consecutive layers. If they don't divide, the first get one more."""
-    size, extra = divmod(len(layers), stages)
-    borders = [stage * size + min(stage, extra) for stage in range(stages + 1)]
-    return [nn.Sequential(*layers[start:end]) for start, end in itertools.pairwise(borders)]
-
-
 def gpipe_row(rank, ranks, microbatches):
-    """A rank's line of such a picture: "F" a forward, "B" a backward. First all forwards."""
+    """A rank's row of such a picture: "F" a forward, "B" a backward. First all forwards."""
     return "F" * microbatches + "B" * microbatches
 
 
@@ -62,28 +52,16 @@ def one_f_one_b_row(rank, ranks, microbatches):
 
 
 def plain_pipeline(stage, row, inputs, targets, loss_fn, like, down, up):
-    """One step of this rank. Leaves gradients in .grad, and returns the last rank's losses. For
-    rank r of p, with m micro-batches:
+    """One step of this rank. Leaves gradients in .grad, and returns the last rank's losses.
 
-        down, up = dist.new_group(), dist.new_group()    # of activations, and of their gradients
-        # A matrix that embedding and head share is two now. Sum their gradients: reduce_tied
-        stage, row = cut([embedding, *blocks, head], p)[r], one_f_one_b_row(r, p, m)
-        optimizer = torch.optim.SGD(stage.parameters())
-
-        def loss_fn(y, target):    # on the last rank. y: (b, T, V)
-            # The batch's number of targets. A mean of its pieces' means would be wrong
-            return F.cross_entropy(y.mT, target, reduction="sum") / target_count
-
-        like = torch.empty(b, T, C)    # shape, dtype and device of what stages send each other
-        for inputs, targets, target_count in batches:    # lists of m tensors, on all ranks
-            optimizer.zero_grad()
-            losses = plain_pipeline(stage, row, inputs, targets, loss_fn, like, down, up)
-            optimizer.step()
-
-    nccl passes a group's messages between two ranks in order: in one group a send down could block
-    one up."""
+    stage            this rank's layers
+    inputs, targets  of each micro-batch. The first rank reads the inputs, the last the targets
+    loss_fn          (result of the last stage, targets) -> the micro-batch's part of the loss
+    like             a tensor with the shape, dtype and device of what stages send each other
+    down, up         groups of all ranks, for activations and for gradients. In one group nccl
+                     passes the messages of two ranks in order, so one down could block one up"""
     rank, last = dist.get_rank(down), dist.get_world_size(down) - 1
-    microbatches = zip(inputs, targets)  # rank 0 reads the inputs, the last rank the targets
+    microbatches = zip(inputs, targets)
     saved, losses, gradient_send = collections.deque(), [], None
     for kind in row:
         if kind == "F":
@@ -116,8 +94,21 @@ def plain_pipeline(stage, row, inputs, targets, loss_fn, like, down, up):
     return losses
 
 
-# --- the same for any schedule: with several stages on a rank, stages without gradients, and
-#     gradients that arrive while a rank computes
+def cut(layers, stages):
+    """Cut a list into one list of consecutive layers per stage. The first may get one more."""
+    size, extra = divmod(len(layers), stages)
+    borders = [stage * size + min(stage, extra) for stage in range(stages + 1)]
+    return [layers[start:end] for start, end in itertools.pairwise(borders)]
+
+
+def reduce_tied(weight, group):
+    """Sum the gradient of a weight that the ranks of a group share, such as a matrix that is both
+    embedding and output: once a step, after all backwards. Both copies get the same gradient, so
+    they stay equal. A norm over all stages counts it once."""
+    dist.all_reduce(weight.grad, group=group)
+
+
+# --- schedules as data: a row may have several stages, and each action says which
 
 
 class Action(NamedTuple):
@@ -126,121 +117,6 @@ class Action(NamedTuple):
     kind: str
     microbatch: int
     stage: int
-
-
-class Pipeline:
-    """This rank's part of a pipeline. run() does all forwards and backwards of a step: gradients
-    add up in the parameters' .grad.
-
-        schedule = Schedule(one_f_one_b(r, ranks, microbatches) for r in range(ranks))
-        stages = cut(layers, schedule.last + 1)
-        held = nn.ModuleList(stages[s] for s in schedule.stages(rank)).to(device)    # only these
-        optimizer = torch.optim.AdamW(held.parameters())
-
-        def forward(s, m, x):    # stage, micro-batch; x: from the stage before, None on stage 0
-            y = stages[s](inputs[m] if x is None else x)
-            if s < schedule.last:
-                return y
-            return F.cross_entropy(y.mT, targets[m], reduction="sum") / target_count
-
-        pipeline = Pipeline(schedule, forward, (b, T, C), dtype, device)
-        for inputs, targets, target_count in batches:    # lists, of a tensor per micro-batch
-            optimizer.zero_grad()
-            losses = pipeline.run()
-            # reduce_tied(head.weight, ends), if the embedding's matrix is on another rank of `ends`
-            # To clip: all-reduce the squared norm. clip_grad_norm_ sees this rank's stages only
-            optimizer.step()
-
-    target_count: the number of targets of the whole batch, all micro-batches and all data-parallel
-    ranks. (b, T, C) and dtype: of the activations between stages, the same for all micro-batches.
-    links: its four groups. With a pipeline in each data-parallel replica they are
-    open_links(make_links(ranks), schedule, device), below. around: a context manager, entered as
-    around(action) while an action computes: for ZeRO, or to count. After an exception make a new
-    Pipeline: messages may be on their way."""
-
-    def __init__(
-        self, schedule, forward, shape, dtype, device, links=None, around=contextlib.nullcontext
-    ):
-        self.schedule, self.stage_forward, self.around = schedule, forward, around
-        self.shape, self.dtype, self.device = tuple(shape), dtype, device
-        self.links = links or open_links(make_links(), schedule, device)
-        self.row = schedule[dist.get_rank(self.links[0])]
-
-    def run(self):
-        """All actions of this rank's row. Returns the last stage's results, detached, on its rank,
-        and [] on the others."""
-        self.saved = {}  # {(micro-batch, stage): input and output, from forward to backward}
-        self.arriving = {}  # {message: (tensor, handle of its receive)}
-        self.sends = []  # (tensor, handle) of those on their way
-        self.results = []
-        for action in self.row:
-            self.run_action(action)
-        for _, work in self.sends:
-            work.wait()
-        return self.results
-
-    def run_action(self, action):
-        received = self.receive(action)  # None on stage 0, and for the backward of the loss
-        with self.around(action):
-            result = self.compute(action, received)
-        self.send(action, result)
-
-    def compute(self, action, received):
-        """Turn the message that an action waits for into the message that it sends."""
-        run = self.forward if action.kind == "F" else self.backward
-        return run(action.microbatch, action.stage, received)
-
-    def forward(self, m, stage, x):
-        if x is not None and torch.is_grad_enabled():
-            x.requires_grad_()  # a leaf: backward leaves its gradient in x.grad
-        y = self.stage_forward(stage, m, x)
-        if y.requires_grad:
-            self.saved[m, stage] = x, y
-        if stage == self.schedule.last:
-            self.results.append(y.detach())
-        return y.detach()
-
-    def backward(self, m, stage, gradient):
-        if (m, stage) not in self.saved:
-            return None  # stage 0, if all of it is frozen
-        x, y = self.saved.pop((m, stage))
-        y.backward(gradient)  # None, if y is the loss
-        return None if x is None else x.grad
-
-    # Messages have no names: the n-th receive from a rank, of one kind, gets what the n-th send has
-    # sent. Sends return at once
-
-    def receive(self, action):
-        """Post the receives planned before an action. Return the message that it waits for."""
-        for message in self.schedule.receives_before[action]:
-            buffer = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-            group = group_for(self.links, message)
-            work = dist.irecv(buffer, group=group, group_src=message.source)
-            self.arriving[message] = buffer, work
-        message = self.schedule.incoming(action)
-        if message is None:
-            return None
-        tensor, work = self.arriving.pop(message)
-        if work is not None:
-            work.wait()
-        return tensor
-
-    def send(self, action, tensor):
-        message = self.schedule.outgoing(action)
-        if message is None:
-            return
-        if message.target == message.source:  # both stages are on this rank
-            self.arriving[message] = tensor, None
-            return
-        check_message(self, action, tensor)
-        tensor = tensor.contiguous()
-        # Drop the tensors that have left. (gloo says so only after wait())
-        self.sends = [(t, work) for t, work in self.sends if not work.is_completed()]
-        group = group_for(self.links, message)
-        self.sends.append((tensor, dist.isend(tensor, group=group, group_dst=message.target)))
-
-
-# --- rows: a rank's actions in order
 
 
 class Row(list):
@@ -295,9 +171,6 @@ def interleaved(rank, ranks, microbatches, chunks=2):
     return row
 
 
-# --- a schedule: the rows of all ranks, and the messages between them
-
-
 class Message(NamedTuple):
     """Activations (kind "F") or their gradient (kind "B") on their way to a stage."""
 
@@ -309,9 +182,15 @@ class Message(NamedTuple):
 
 
 class Schedule:
-    """A row of actions for each rank: schedule[rank]. owner: {stage: the rank that holds it}. last:
-    the last stage. Raises ValueError if an action is missing or there twice, if two ranks hold a
-    stage, or if ranks would wait for each other."""
+    """The rows of all ranks, schedule[rank], and the messages between them.
+
+        schedule = Schedule(one_f_one_b(r, ranks, microbatches) for r in range(ranks))
+
+    owner  {stage: the rank that holds it}
+    last   the last stage
+
+    Two things here are for later lessons: the kinds I and W for zero_bubble.py, and steps() for
+    dualpipe.py. Raises ValueError if ranks would wait for each other."""
 
     def __init__(self, rows):
         self.rows = [tuple(row) for row in rows]
@@ -319,7 +198,6 @@ class Schedule:
         for rank, row in enumerate(self.rows):
             self.owner |= {action.stage: rank for action in row}
         self.last = len(self.owner) - 1
-        check_actions(self)
         self.receives_before = plan_receives(self)
 
     def __getitem__(self, rank):
@@ -327,10 +205,6 @@ class Schedule:
 
     def stages(self, rank):
         return sorted(stage for stage, owner in self.owner.items() if owner == rank)
-
-    def steps(self, rank):
-        """A rank's actions, in tuples of those that start together. dualpipe.py pairs some."""
-        return [(action,) for action in self[rank]]
 
     def incoming(self, action):
         """The message that an action waits for: F from the stage before, B from the next one."""
@@ -349,14 +223,114 @@ class Schedule:
         kind = "F" if action.kind == "F" else "B"
         return Message(kind, action.microbatch, receiver, self.owner[sender], self.owner[receiver])
 
+    def steps(self, rank):
+        """A rank's actions, in tuples of those that start together: here one each."""
+        return [(action,) for action in self[rank]]
+
+
+# --- the executor of any schedule: messages travel while ranks compute
+
+
+class Pipeline:
+    """This rank's part of a pipeline. run() does all actions of its row: gradients add up in the
+    parameters' .grad.
+
+    forward  (stage, micro-batch, x) -> the stage's result, on the last stage the micro-batch's part
+             of the loss. x: what the stage before has sent, None on stage 0
+    shape, dtype, device  of what stages send each other, the same for all micro-batches
+    links    its groups, open. If other ranks have other pipelines: make_links, open_links
+
+    After an exception make new links: messages may be on their way."""
+
+    def __init__(self, schedule, forward, shape, dtype, device, links=None):
+        self.schedule, self.stage_forward = schedule, forward
+        self.shape, self.dtype, self.device = tuple(shape), dtype, device
+        self.links = links or open_links(make_links(), schedule, device)
+        self.row = schedule[dist.get_rank(self.links[0])]
+
+    def run(self):
+        """One step. Returns the last stage's results, detached, on its rank; [] on the others."""
+        self.saved = {}  # {(micro-batch, stage): input and output, from forward to backward}
+        self.arriving = {}  # {message: (tensor, handle of its receive)}
+        self.sends = []  # (tensor, handle) of those on their way
+        self.results = []
+        for action in self.row:
+            self.run_action(action)
+        for _, work in self.sends:
+            work.wait()
+        if self.saved:  # a gradient is missing
+            raise RuntimeError(f"no backward of {[*self.saved]}. An evaluation needs no_grad()")
+        return self.results
+
+    def run_action(self, action):
+        received = self.receive(action)  # None on stage 0, and for the backward of the loss
+        self.send(action, self.compute(action, received))
+
+    def compute(self, action, received):
+        """Turn the message that an action waits for into the message that it sends."""
+        run = self.forward if action.kind == "F" else self.backward
+        return run(action.microbatch, action.stage, received)
+
+    def forward(self, m, stage, x):
+        if x is not None and torch.is_grad_enabled():
+            x.requires_grad_()  # a leaf: backward leaves its gradient in x.grad
+        y = self.stage_forward(stage, m, x)
+        if torch.is_grad_enabled():
+            self.saved[m, stage] = x, y
+        if stage == self.schedule.last:
+            self.results.append(y.detach())
+        return y.detach()
+
+    def backward(self, m, stage, gradient):
+        x, y = self.saved.pop((m, stage))
+        if y.requires_grad:  # not if all of stage 0 is frozen
+            y.backward(gradient)  # None, if y is the loss
+        return None if x is None else x.grad
+
+    # Messages have no names: the n-th receive from a rank, of one kind, gets what the n-th send has
+    # sent. Sends return at once
+
+    def receive(self, action):
+        """Post the receives planned before an action. Return the message that it waits for."""
+        for message in self.schedule.receives_before[action]:
+            buffer = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+            group = group_for(self.links, message)
+            work = dist.irecv(buffer, group=group, group_src=message.source)
+            self.arriving[message] = buffer, work
+        message = self.schedule.incoming(action)
+        if message is None:
+            return None
+        tensor, work = self.arriving.pop(message)
+        if work is not None:
+            work.wait()
+        return tensor
+
+    def send(self, action, tensor):
+        message = self.schedule.outgoing(action)
+        if message is None:
+            return
+        if message.target == message.source:  # both stages are on this rank
+            self.arriving[message] = tensor, None
+            return
+        found, expected = (tuple(tensor.shape), tensor.dtype), (self.shape, self.dtype)
+        if found != expected:  # else a message would fill a part of its buffer
+            raise ValueError(f"stage {action.stage} sends {found}, not {expected}")
+        tensor = tensor.contiguous()
+        # Drop the tensors that have left. (gloo says so only after wait())
+        self.sends = [(t, work) for t, work in self.sends if not work.is_completed()]
+        group = group_for(self.links, message)
+        self.sends.append((tensor, dist.isend(tensor, group=group, group_dst=message.target)))
+
 
 # --- what nccl needs: a time for each receive, and groups that do not block each other
 
 
 def plan_receives(schedule):
-    """{action: the messages whose receives a rank posts before it}. All ranks act in rounds. A
-    message to an earlier rank is received before the action that this rank does in the same round,
-    so it travels meanwhile; one to a later rank after it.
+    """{action: the messages whose receives a rank posts before it}.
+
+    Simulates the schedule in rounds. In each round every rank whose message has been sent takes its
+    next action. A message to an earlier rank is received before the action that this rank takes in
+    the same round, so it travels meanwhile. One to a later rank is received after that action.
 
         1F1B on rank 1 of 3. <F1 posts the receive of F1's input, <B1 that of B1's gradient
         <F0 F0 <F1 F1 <F2 <B0 B0 <B1 F2 B1 <F3 <B2 F3 B2 <F4 <B3 F4 B3 <B4 B4
@@ -366,18 +340,20 @@ def plan_receives(schedule):
     spins until its message is there, and CUDA may wait for it before it loads a kernel or frees
     memory. If the sender then waits for this rank, neither goes on."""
     plan = collections.defaultdict(list)
-    rows = [collections.deque(schedule.steps(rank)) for rank in range(len(schedule.rows))]
+    left = [collections.deque(schedule.steps(rank)) for rank in range(len(schedule.rows))]
     sent = {None}  # None: the message of an action that waits for nothing
-    while any(rows):
-        # A round: each rank whose message was sent in an earlier one runs a step, the last first
-        ready = [row for row in rows if row and sent.issuperset(map(schedule.incoming, row[0]))]
+    while any(left):
+        # Chosen before any of them sends: what is sent in a round is there in the next one
+        ready = [row for row in left if row and sent.issuperset(map(schedule.incoming, row[0]))]
         if not ready:
             raise ValueError("each rank waits for another one")
+        # The last rank first: receivers of messages to later ranks have popped this round's action
+        # by then, and have the next one in front. Earlier ranks still have this round's
         for row in reversed(ready):
             for message in map(schedule.outgoing, row.popleft()):
                 sent.add(message)
                 if message is not None and message.source != message.target:
-                    next_step = rows[message.target][0]  # what the receiver has not begun
+                    next_step = left[message.target][0]
                     plan[next_step[0]].append(message)
     return plan
 
@@ -391,7 +367,9 @@ def make_links(ranks=None):
 
 
 def group_for(links, message):
-    return links[2 * (message.kind == "B") + (message.source > message.target)]
+    activations, gradients = links[:2], links[2:]
+    to_later, to_earlier = activations if message.kind == "F" else gradients
+    return to_later if message.target > message.source else to_earlier
 
 
 def open_links(links, schedule, device):
@@ -410,110 +388,108 @@ def open_links(links, schedule, device):
     return links
 
 
-# --- a weight on two stages
+# --- for model.py's GPT
 
 
-def reduce_tied(weight, group):
-    """Sum the gradient of a weight that the ranks of a group share, such as a tied matrix on the
-    first and the last stage: once a step, after pipeline.run(). Both copies get the same gradient,
-    so they stay equal. In a norm over all stages count it once. With DDP or ZeRO:
-    docs/use/two-techniques.md."""
-    dist.all_reduce(weight.grad, group=group)
+def gpt_stages(model, stages, held):
+    """{stage: a copy of the GPT with this stage's blocks alone} of the stages in `held`. The first
+    stage keeps the embedding, the last the head: a GPT leaves out what is missing.
 
-
-# --- mistakes that would be silent: refused
-
-
-def check_actions(schedule):
-    """An action that is missing, or there twice, is a gradient that is missing, or there twice. A
-    backward on another rank than its forward would find nothing saved."""
-    kinds = collections.defaultdict(str)  # {(micro-batch, stage): its actions, as "FB"}
-    for rank, row in enumerate(schedule.rows):
-        for kind, m, stage in row:
-            if schedule.owner[stage] != rank:
-                raise ValueError(f"stage {stage} is on rank {rank} and {schedule.owner[stage]}")
-            kinds[m, stage] += kind
-    passes = ["F"] if set(kinds.values()) == {"F"} else ["FB", "FIW"]  # "F": an evaluation
-    for m, stage in itertools.product(sorted({m for m, _ in kinds}), range(schedule.last + 1)):
-        if kinds[m, stage] not in passes:
-            found = " ".join(kinds[m, stage]) or "nothing"
-            raise ValueError(f"stage {stage} runs micro-batch {m} as {found}")
-
-
-def check_message(pipeline, action, tensor):
-    """A message that is smaller than its buffer would fill a part of it."""
-    if tensor.shape != pipeline.shape or tensor.dtype != pipeline.dtype:
-        found = f"stage {action.stage} has {list(tensor.shape)} of {tensor.dtype} to send"
-        told = f"the pipeline was told {list(pipeline.shape)} of {pipeline.dtype}"
-        raise ValueError(f"{found} for micro-batch {action.microbatch}, but {told} for all")
+    A tied matrix is then two, if the first and the last stage are on two ranks: see reduce_tied."""
+    parts, last = {}, stages - 1
+    for stage in held:
+        part = parts[stage] = copy.deepcopy(model)
+        names = cut([*model.blocks], stages)[stage]
+        for name in set(model.blocks) - set(names):
+            del part.blocks[name]
+        if stage > 0:
+            part.embed = None
+        if stage < last:
+            part.head = None
+    if model.config.tied and {0, last} <= set(held):
+        parts[last].head.out.weight = parts[0].embed.token.weight
+    return parts
 
 
 # --- demo ---
 
-import harness
-import proof
-from receipts import pipeline as schedules  # its tables and formulas
+from model import GPT, Config, OneProcess, Sent, join_ranks, leave, text_batch
 
 
-def main(doc=__doc__, default="1f1b"):
-    """zero_bubble.py calls it with a docstring and a schedule of its own."""
-    parser = harness.parser(doc, microbatches=8)
-    g = parser.add_argument_group("pipeline")
-    g.add_argument("--schedule", choices=schedules.SCHEDULES, help=f"(default: {default})")
-    g.add_argument("--chunks", **harness.POSITIVE, help="stages a rank of interleaved (default: 2)")
-    schedules.flags(g)
+def main():
+    parser = argparse.ArgumentParser(description="train a GPT with each schedule, and prove it")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--microbatches", type=int, help="of a step (default: 2 per rank)")
     args = parser.parse_args()
-    if args.compare:
-        return schedules.compare(args)
-    args.schedule = args.schedule or default
-    config = harness.configure(args)
-    harness.check_batch(args, 1)  # refuses one that does not divide into micro-batches
-    proof.launch(demo, args, check=lambda world: schedules.check_schedule(args, config, world))
+    device = join_ranks()
+    for make_row in gpipe_row, one_f_one_b_row:
+        train(plain_pipeline, make_row, args, device)
+    for make_row in gpipe, one_f_one_b, interleaved:
+        train(Pipeline, make_row, args, device)
+    leave()
 
 
-def demo(run):
-    """run: this process's flags, device, data and receipt (proof/run.py)."""
-    args, config, rank, ranks = run.args, run.config, run.rank, run.world
-    # By name; "1f1b" is Schedule(one_f_one_b(rank, ranks, microbatches) for rank in range(ranks))
-    schedule = schedules.find_schedule(args.schedule, ranks, args.microbatches, args.chunks)
-    stages, last = schedule.stages(rank), schedule.last
-    links = open_links(make_links(), schedule, run.device)
-    ends = dist.new_group(sorted({schedule.owner[0], schedule.owner[last]}))
-    run.groups(down=links[:2], up=links[2:], tied=ends)  # names in the receipt
-    # The range of layers of each stage, balanced by FLOPs. `cut` balances their number
-    layers = schedules.stage_layers(config, last + 1)
-    parts = harness.split(run.meta_model, layers, stages, ends)
-    model = run.fill(harness.Stages(parts))
-    parameters = list(model.parameters())
-    # harness.split has marked a matrix that the first and the last stage share, on two ranks
-    tied = [p for p in parameters if "partial" in getattr(p, "placement", {})]
-    optimizer = harness.make_optimizer(parameters, args)
-    in_w = schedules.GradientsInW(parameters)  # of zb-*: counts for the receipt
+def train(executor, make_row, args, device):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    m = args.microbatches or 2 * ranks
+    rows = [make_row(r, ranks, m) for r in range(ranks)]
+    if executor is plain_pipeline:  # stage r is on rank r
+        held, last, links = [rank], ranks - 1, [dist.new_group(), dist.new_group()]
+    else:
+        schedule = Schedule(rows)
+        held, last = schedule.stages(rank), schedule.last
+        links = open_links(make_links(), schedule, device)
+    torch.manual_seed(0)  # every rank draws all weights, and keeps those of its stages
+    model = GPT(Config(layers=args.layers, width=32, context=32)).to(device, torch.float64)
+    one = OneProcess(model, torch.optim.AdamW)
+    stages = gpt_stages(model, last + 1, held)
+    named = {name: p for part in stages.values() for name, p in part.named()}
+    tied, ends = named.get("embed.token.weight"), dist.new_group(sorted({0, ranks - 1}))
+    optimizer = torch.optim.AdamW(named.values())
+    like = torch.zeros(2, 32, 32, dtype=torch.float64, device=device)  # (b, T, C)
+    if rank == 0:
+        row = "".join(action[0] for action in rows[0])
+        print(f"{executor.__name__}, {make_row.__name__}: {ranks} ranks, rank 0 runs {row}")
+    for step in range(args.steps):
+        tokens, targets, count = text_batch(step, m * len(like), 32, device)
+        inputs, answers = tokens.chunk(m), targets.chunk(m)
 
-    def forward(stage, m, x):
-        tokens, targets, samples = batches[m]  # of the step: set by the loop below
-        x = tokens if x is None else x
-        return model[stage](x, targets=targets, target_count=run.target_count, sample_ids=samples)
+        def forward(stage, i, x):  # the last stage has the head, and returns the loss
+            x = inputs[i] if x is None else x
+            return stages[stage](x, targets=answers[i], target_count=count)
 
-    shape = (args.batch // args.microbatches, config.context, config.width)
-    # Pipeline, or for a backward in two parts zero_bubble.SplitPipeline
-    executor = schedules.executor(args.schedule, Pipeline)
-    pipeline = executor(schedule, forward, shape, run.dtype, run.device, links, around=in_w)
-    for step in run.steps(optimizer):
-        batches = run.microbatches(step)
-        optimizer.zero_grad(set_to_none=False)  # gradients stay in memory: the receipt counts them
-        losses = pipeline.run()
-        for weight in tied:
-            reduce_tied(weight, ends)
-        loss = sum(losses, start=run.zero())  # zero on ranks without the last stage
+        def loss_fn(logits, y):  # the sum over y, divided by the number of the batch's targets
+            return model.loss(logits, y, count)
+
+        optimizer.zero_grad()
+        with Sent() as sent:
+            if executor is plain_pipeline:
+                batch = inputs, answers, loss_fn, like
+                losses = plain_pipeline(stages[rank], rows[rank], *batch, *links)
+            else:
+                losses = Pipeline(schedule, forward, like.shape, like.dtype, device, links).run()
+            if tied is not None:
+                reduce_tied(tied, ends)
+        # A rank has the gradients of its layers. Of the tied matrix's two copies one counts
+        counted = [p.grad for p in named.values() if p is not tied or rank == 0]
+        squares = sum(gradient.square().sum() for gradient in counted)
+        loss = sum(losses, like.new_zeros(()))  # the last rank's
+        dist.all_reduce(squares)
         dist.all_reduce(loss)
-        norm = harness.grad_norm(parameters, [dist.group.WORLD])  # over the stages of all ranks
-        run.check(loss, norm, model.named)
-        harness.clip(parameters, norm, args.grad_clip)
+        torch.nn.utils.clip_grads_with_norm_(named.values(), 0.5, squares.sqrt())
         optimizer.step()
-        run.log()
-    return schedules.receipt(run, schedule, layers, in_w)
+        alone = one.train_step(tokens, targets, count, 0.5)
+        whole = dict(one.model.named_parameters())
+        gradients = [(name, p.grad, whole[name].grad) for name, p in named.items()]
+        weights = [(name, p.data, whole[name].data) for name, p in named.items()]
+        one.compare(step, loss, alone, gradients, weights)
+    borders = sum(stage > 0 for stage in held) + sum(stage < last for stage in held)
+    formula = borders * m * like.nbytes
+    if tied is not None:
+        formula += tied.nbytes  # an all-reduce over two ranks
+    one.prove(sent, "m b T C e each way over a border, V C e if tied", formula)
 
 
 if __name__ == "__main__":
-    harness.script(main)
+    main()

@@ -574,7 +574,7 @@ def check_zero_gradient(zero, bucket):
         raise RuntimeError(
             f"a gradient came late: more backward passes than microbatches={zero.microbatches}, or"
             " no zero_grad()? FSDP: a unit that ran twice in a forward? In a pipeline take"
-            " ZeROInPipeline(..., pipeline_stages={stage: module}), Pipeline(around=zero.around)"
+            " ZeROInPipeline(pipeline_stages={stage: module}), SplitPipeline(around=zero.around)"
         )
 
 

@@ -27,12 +27,13 @@ work: not with clipping, whose norm waits for all. Not for a compiled stage. Und
 nothing is deferred: cast the weights instead.
 
     torchrun --nproc_per_node=4 -m advanced.zero_bubble --layers 8
-    python -m advanced.zero_bubble --compare
+    python -m receipts.pipeline
 
 Qi et al. 2023, Zero bubble, arXiv:2401.10241. Qi et al. 2024, ZB-V, arXiv:2405.15362.
 """
 
 import collections
+import contextlib
 import functools
 
 import torch
@@ -131,19 +132,28 @@ def plain_zb_h1(stage, inputs, targets, loss_fn, like, down, up):
 
 
 class SplitPipeline(Pipeline):
-    """A Pipeline that runs I and W as well. Use it as in Pipeline's example, with
+    """A Pipeline that runs I and W as well. Use it as pipeline.py's demo does, with
 
         schedule = Schedule(zb_v(rank, ranks, microbatches) for rank in range(ranks))
         pipeline = SplitPipeline(schedule, forward, (b, T, C), dtype, device)
 
     F and I of a micro-batch run inside a Deferred (below): I is an ordinary backward, and W adds
-    the weight gradients that the Deferred has put off. With ZeRO or FSDP:
-    docs/use/two-techniques.md."""
+    the weight gradients that the Deferred has put off.
 
-    def __init__(self, *args, **options):
+    around: a context manager, entered as around(action) while an action computes: for ZeRO or FSDP
+    (docs/use/two-techniques.md), or to count."""
+
+    def __init__(self, *args, around=contextlib.nullcontext, **options):
         super().__init__(*args, **options)
+        self.around = around
         self.split = {(a.microbatch, a.stage) for a in self.row if a.kind == "W"}
         self.deferred = {}  # {(micro-batch, stage): its Deferred, from F to W}
+
+    def run_action(self, action):
+        received = self.receive(action)
+        with self.around(action):
+            result = self.compute(action, received)
+        self.send(action, result)
 
     def compute(self, action, received):
         kind, m, stage = action
@@ -304,12 +314,63 @@ def zb_v(rank, ranks, microbatches):
 # --- demo ---
 
 import harness
-import pipeline  # its demo has the training loop
+import proof
+from pipeline import make_links, open_links, reduce_tied
+from receipts import pipeline as schedules  # its tables and formulas
 
 
 def main():
-    """pipeline.py's demo, with zb-h1 where it has 1f1b."""
-    pipeline.main(__doc__, default="zb-h1")
+    parser = harness.parser(__doc__, microbatches=8)
+    g = parser.add_argument_group("pipeline")
+    g.add_argument("--schedule", choices=schedules.SCHEDULES, default="zb-h1")
+    g.add_argument("--chunks", **harness.POSITIVE, help="stages a rank of interleaved (default: 2)")
+    args = parser.parse_args()
+    config = harness.configure(args)
+    harness.check_batch(args, 1)  # refuses one that does not divide into micro-batches
+    proof.launch(demo, args, check=lambda world: schedules.check_schedule(args, config, world))
+
+
+def demo(run):
+    """run: this process's flags, device, data and receipt (proof/run.py)."""
+    args, config, rank, ranks = run.args, run.config, run.rank, run.world
+    # By name; "zb-h1" is Schedule(zb_h1(rank, ranks, microbatches) for rank in range(ranks))
+    schedule = schedules.find_schedule(args.schedule, ranks, args.microbatches, args.chunks)
+    stages, last = schedule.stages(rank), schedule.last
+    links = open_links(make_links(), schedule, run.device)
+    ends = dist.new_group(sorted({schedule.owner[0], schedule.owner[last]}))
+    run.groups(down=links[:2], up=links[2:], tied=ends)  # names in the receipt
+    # The range of layers of each stage, balanced by FLOPs. `cut` balances their number
+    layers = schedules.stage_layers(config, last + 1)
+    parts = harness.split(run.meta_model, layers, stages, ends)
+    model = run.fill(harness.Stages(parts))
+    parameters = list(model.parameters())
+    # harness.split has marked a matrix that the first and the last stage share, on two ranks
+    tied = [p for p in parameters if "partial" in getattr(p, "placement", {})]
+    optimizer = harness.make_optimizer(parameters, args)
+    in_w = schedules.GradientsInW(parameters)  # of zb-*: counts for the receipt
+
+    def forward(stage, m, x):
+        tokens, targets, samples = batches[m]  # of the step: set by the loop below
+        x = tokens if x is None else x
+        return model[stage](x, targets=targets, target_count=run.target_count, sample_ids=samples)
+
+    shape = (args.batch // args.microbatches, config.context, config.width)
+    given = schedule, forward, shape, run.dtype, run.device, links
+    pipeline = SplitPipeline(*given, around=in_w)
+    for step in run.steps(optimizer):
+        batches = run.microbatches(step)
+        optimizer.zero_grad(set_to_none=False)  # gradients stay in memory: the receipt counts them
+        losses = pipeline.run()
+        for weight in tied:
+            reduce_tied(weight, ends)
+        loss = sum(losses, start=run.zero())  # zero on ranks without the last stage
+        dist.all_reduce(loss)
+        norm = harness.grad_norm(parameters, [dist.group.WORLD])  # over the stages of all ranks
+        run.check(loss, norm, model.named)
+        harness.clip(parameters, norm, args.grad_clip)
+        optimizer.step()
+        run.log()
+    return schedules.receipt(run, schedule, layers, in_w)
 
 
 if __name__ == "__main__":

@@ -172,7 +172,7 @@ class ComposedFSDP(InGrid, HybridSharding, FSDP):
 
 class InPipeline:
     """ZeRO's backward pass fills all buckets. Here it is one stage's, and fills the buckets of that
-    stage. Pipeline(..., around=zero.around) says which. pipeline_stages: {stage: its module}."""
+    stage: SplitPipeline(around=zero.around) says which. pipeline_stages: {stage: its module}."""
 
     def __init__(self, model, group, *arguments, pipeline_stages=None, **options):
         self.pipeline_stages = pipeline_stages or {None: model}
@@ -232,7 +232,7 @@ class ZeROInPipeline(InPipeline, ComposedZeRO):
     stages = {stage: its module}    # this rank's
     model, options = nn.ModuleList(stages.values()), dict(pipeline_stages=stages, microbatches=m)
     zero = ZeROInPipeline(model, dp, 1, torch.optim.AdamW, **options)
-    SplitPipeline(..., around=zero.around)    # of zero_bubble.py, or Pipeline
+    SplitPipeline(..., around=zero.around)    # of zero_bubble.py, for any schedule
     norm = zero.grad_norm([tp], pp)"""
 
 

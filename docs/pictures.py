@@ -530,7 +530,7 @@ def timelines(title, rows):
 
 
 def schedules():
-    """All schedules on 4 ranks with 8 micro-batches, as `pipeline.py --compare` simulates them."""
+    """All schedules on 4 ranks with 8 micro-batches, simulated."""
     rows = []
     for name in SCHEDULES:
         schedule = find_schedule(name, 4, 8)

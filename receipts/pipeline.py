@@ -1,5 +1,7 @@
 """Schedules of pipelines by name, and what they are worth: simulated without ranks. Spans are a
 schedule with times: for each rank a list of (start, end, action).
+
+    python -m receipts.pipeline --nproc 4 --microbatches 8     all of them, beside their papers
 """
 
 import collections
@@ -8,13 +10,15 @@ import functools
 import itertools
 from importlib import import_module
 
+from harness.flags import POSITIVE, Parser
 from harness.presets import ceil
 from harness.refusal import Refused, refusing
+from harness.start import script
 from proof.receipt import Count
 from receipts.formulas import SCALAR, Group, flops_per_token, held, sizes_of, summed
 
 MOST_ACTIONS = 20_000_000  # of a schedule: 160 bytes and 7 microseconds each
-MOST_COMPARED = 30_000  # of each schedule that --compare simulates
+MOST_COMPARED = 30_000  # of each schedule that main() simulates
 
 # {name: the lesson and its function that makes a row}. By name, because lessons import this file
 SCHEDULES = {
@@ -46,11 +50,6 @@ def find_schedule(name, ranks, microbatches, chunks=None):
     return schedule
 
 
-def executor(name, whole):
-    """The class that runs it: `whole`, or zero_bubble.py's for a backward in two parts."""
-    return whole if SCHEDULES[name][0] == "pipeline" else import_module("zero_bubble").SplitPipeline
-
-
 def check_schedule(args, config, ranks):
     """Refuse a schedule of --schedule, --microbatches and --chunks that does not exist, and a model
     with fewer layers than stages."""
@@ -66,12 +65,6 @@ def check_length(ranks, microbatches, chunks, most=MOST_ACTIONS):
     if actions > most:
         what = f"{ranks:,} ranks with {microbatches:,} micro-batches have a schedule"
         raise Refused(f"{what} of {actions:,} actions, more than {most:,}: use fewer of them")
-
-
-def flags(group):
-    """--compare: see `compare`."""
-    why = "run nothing: all schedules, or --schedule, for --nproc ranks, from the simulator"
-    group.add_argument("--compare", action="store_true", help=why)
 
 
 # --- where to cut the layers
@@ -296,12 +289,17 @@ def weights_put_off(config, row, layers):
 # --- shown
 
 
-def compare(args):
+def main():
     """Print each schedule that exists for --nproc ranks and --microbatches, or that of --schedule,
-    beside its paper's formula, from the simulator."""
-    if args.json:
-        raise Refused("--compare runs nothing that --json could show: leave one of them out")
-    ranks, microbatches = args.nproc or 4, args.microbatches
+    beside its paper's formula."""
+    parser = Parser(__doc__)
+    g = parser.add_argument_group("schedules")
+    g.add_argument("--nproc", **POSITIVE, default=4, help="ranks")
+    g.add_argument("--microbatches", **POSITIVE, default=8, help="micro-batches of a step")
+    g.add_argument("--schedule", choices=SCHEDULES, help="only this one")
+    g.add_argument("--chunks", **POSITIVE, help="stages a rank of interleaved (default: 2)")
+    args = parser.parse_args()
+    ranks, microbatches = args.nproc, args.microbatches
     check_length(ranks, microbatches, args.chunks or 2, MOST_COMPARED)
     print(
         f"{ranks} ranks, {microbatches} micro-batches; a rank's forward, input gradient and weight "
@@ -324,3 +322,7 @@ def compare(args):
         sends = microbatches * max(sum(boundaries(schedule, rank)) for rank in range(ranks))
         waits, used = waiting(spans), utilisation(spans)
         print(f"  {name:12s}{v:6d}   {waits:6.2f}  {paper:38s}{used:9.1%}{flying:15.2f}{sends:18}")
+
+
+if __name__ == "__main__":
+    script(main)

@@ -6,6 +6,7 @@ import ctypes
 import fcntl
 import functools
 import gc
+import importlib
 import os
 import pathlib
 import pickle
@@ -272,7 +273,7 @@ class Script:
             usual_signals()
             sys.argv = [f"{name}.py", *flags]
             before()
-            harness.script(__import__(name).main)
+            harness.script(importlib.import_module(name).main)
             start.finish(0)
 
     def output(self):

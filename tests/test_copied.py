@@ -410,39 +410,30 @@ def test_usage_of_context_parallel(cp, pd, kind):
     )
 
 
-@pytest.mark.parametrize(
-    "of, ranks, microbatches, schedule",
-    [
-        ("plain_pipeline", 3, 2, "gpipe_row"),  # fewer than ranks
-        ("plain_pipeline", 3, 4, "one_f_one_b_row"),
-        ("Pipeline", 2, 4, None),
-        ("Pipeline", 2, 4, "zb-v"),
-    ],
-)
-def test_usage_of_pipelines(copied, of, ranks, microbatches, schedule):
-    def work(rank):
-        import pipeline as pp
-        import zero_bubble as zb
-
-        use, whole = OneProcess(MODELS["mlp"](), "SGD"), one_process("mlp", "SGD", limit=0)
-        embedding, *blocks, head = use.model
-        batches = [batch(step, LENGTH) for step in range(STEPS)]
-        batches = [(x.chunk(microbatches), y.chunk(microbatches), n) for x, y, n in batches]
-        names = dict(rank=rank, ranks=ranks, microbatches=microbatches, batches=batches, F=F)
-        names |= dict(embedding=embedding, blocks=blocks, head=head, layers=list(use.model))
-        names |= dict(device="cpu", dtype=torch.float64, b=ROWS // microbatches, T=LENGTH, C=13)
-        names |= dict(r=rank, p=ranks, m=microbatches)
-        if of == "Pipeline" and schedule:
-            names["one_f_one_b"] = zb.zb_v
-            names["Pipeline"] = zb.SplitPipeline
-        torch.set_default_dtype(torch.float64)
-        code = usage(getattr(pp, of)).replace("torch.optim.AdamW", "torch.optim.SGD")
-        code = code.replace("one_f_one_b_row(", f"{schedule}(")
-        exec(code, names := vars(pp) | names)
-        trained = names.get("held", names.get("stage")).parameters()
-        assert_trained({p.full_name: p for p in trained}, whole)
-
-    copied("pipeline zero_bubble", ranks, work)
+@pytest.mark.parametrize("microbatches, row", [(2, "gpipe_row"), (4, "one_f_one_b_row")])
+@on_top_of("pipeline", 3)
+def test_plain_pipeline(pp, microbatches, row):
+    """With fewer micro-batches than ranks, and with more."""
+    use, whole = OneProcess(MODELS["mlp"](), "sgd"), one_process("mlp", "sgd", limit=0)
+    rank, (down, up) = dist.get_rank(), pp.make_links()[:2]
+    stage = nn.Sequential(*pp.cut(list(use.model), 3)[rank])
+    optimizer = use.make_optimizer(stage.parameters())
+    like = torch.empty(ROWS // microbatches, LENGTH, 13, dtype=torch.float64)
+    for step in range(STEPS):
+        x, y, count = batch(step, LENGTH)
+        optimizer.zero_grad()
+        pp.plain_pipeline(
+            stage,
+            getattr(pp, row)(rank, 3, microbatches),
+            x.chunk(microbatches),
+            y.chunk(microbatches),
+            lambda y, target: F.cross_entropy(y.mT, target, reduction="sum") / count,
+            like,
+            down,
+            up,
+        )
+        optimizer.step()
+    assert_trained({p.full_name: p for p in stage.parameters()}, whole)
 
 
 @on_top_of("pipeline zero_bubble", 1)

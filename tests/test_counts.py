@@ -49,9 +49,9 @@ def twice_the_capacity():
 
 CASES = [
     (muon, "", owners_wait, "0 of 19 buckets started during backward"),
-    (pipeline, "--schedule zb-v --microbatches 4", nothing_put_off, "came in W, on rank 0: 0"),
-    (pipeline, "--schedule 1f1b --microbatches 4", one_forward_more, "by rank: 3 1"),
-    (pipeline, "--schedule zb-h1 --microbatches 4", waits_for_weights, "a rank waits"),
+    (zero_bubble, "--schedule zb-v --microbatches 4", nothing_put_off, "came in W, on rank 0: 0"),
+    (zero_bubble, "--schedule 1f1b --microbatches 4", one_forward_more, "by rank: 3 1"),
+    (zero_bubble, "--schedule zb-h1 --microbatches 4", waits_for_weights, "a rank waits"),
     (expert_parallel, "--capacity 1 --experts 4", twice_the_capacity, "assignments"),
 ]
 

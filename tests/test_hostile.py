@@ -20,7 +20,7 @@ from trainer import checkpoint, hf_config, pretrained, tracking
 
 NUMBERS = ["0", "-1", "1", "3", "1e308", "nan", "inf", "1" + "0" * 8, "9" * 5000]
 TEXTS = ["/dev/full", "pipe", "folder", "x" * 5000, "folder/" + "ä" * 127, "\udcff", "="]
-MODES = ("--plan", "--dry-run", "--compare", "--fit")
+MODES = ("--plan", "--dry-run", "--fit")
 SIZES = ("--batch", "--layers", "--width", "--microbatches", "--nproc", "--seed")
 
 

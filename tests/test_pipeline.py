@@ -183,6 +183,22 @@ def test_a_schedule_that_hangs_is_refused():
         pp.Schedule(rows)
 
 
+def test_a_forward_without_a_backward_is_refused(ranks):
+    """Its gradient would be missing. Not so in an evaluation."""
+
+    def work(rank):
+        schedule, weight = pp.Schedule([pp.Row("FFB", 0)]), torch.ones(2, requires_grad=True)
+        pipeline = pp.Pipeline(schedule, lambda *_: weight.sum(), (2,), torch.float32, "cpu")
+        with pytest.raises(RuntimeError, match=r"no backward of \[\(1, 0\)\]"):
+            pipeline.run()
+        with torch.no_grad():
+            forwards = forwards_of(schedule)
+            again = pp.Pipeline(forwards, lambda *_: weight.sum(), (2,), torch.float32, "cpu")
+            assert again.run() == [2, 2]
+
+    ranks(1, work)
+
+
 def test_stages_of_a_tied_model_on_two_ranks_need_a_group():
     config = CONFIGS["gpt2"]
     with torch.device("meta"), pytest.raises(ValueError, match="tied_group"):
@@ -246,7 +262,7 @@ def hooked(rank, name, config, dtype, watch=contextlib.nullcontext, recompute="n
         yield
 
     with watch():
-        zb.SplitPipeline(schedule, forward, (1, 12, 32), dtype, "cpu", links, around).run()
+        zb.SplitPipeline(schedule, forward, (1, 12, 32), dtype, "cpu", links, around=around).run()
     return hooks, {n: p.grad for n, p in model.named()}
 
 
@@ -443,22 +459,21 @@ def test_compare(capsys, monkeypatch):
 
     def lines(flags):
         monkeypatch.setattr(sys, "argv", ["pipeline.py", *flags.split()])
-        pp.main()
+        schedules.main()
         words = [line.split() for line in capsys.readouterr().out.splitlines()]
         return {row[0]: row for row in words if row and row[0] in SCHEDULES}
 
-    assert lines("--compare --nproc 4").keys() == SCHEDULES.keys()
-    found = lines("--compare --microbatches 6")
+    assert lines("--nproc 4").keys() == SCHEDULES.keys()
+    found = lines("--microbatches 6")
     assert " ".join(found["dualpipev"]).startswith("dualpipev dualpipev needs at least 8")
     assert "needs a multiple of 4" in " ".join(found["interleaved"])
-    [row] = lines("--compare --schedule interleaved --chunks 4 --nproc 2").values()
+    [row] = lines("--schedule interleaved --chunks 4 --nproc 2").values()
     assert row[1:4] == ["4", "0.75", "0.75"]
-    [row] = lines("--compare --schedule 1f1b --chunks 2").values()
+    [row] = lines("--schedule 1f1b --chunks 2").values()
     assert "leave out --chunks" in " ".join(row)
     for flags, words in {
-        "--compare --json x.json": "--compare runs nothing",
-        "--compare --nproc 100000": "more than 30,000: use fewer",
-        "--compare --microbatches 1000000": "more than 30,000: use fewer",
+        "--nproc 100000": "more than 30,000: use fewer",
+        "--microbatches 1000000": "more than 30,000: use fewer",
     }.items():
         with pytest.raises(harness.Refused, match=words):
             lines(flags)

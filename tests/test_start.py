@@ -222,9 +222,11 @@ def test_a_picture_of_schedules_on_a_full_disk(tmp_path):
     def full():
         sys.stdout = open("/dev/full", "w")
 
-    script = Script(tmp_path, "pipeline", ["--compare", "--nproc", "2"], full)
+    script = Script(tmp_path, "receipts.pipeline", ["--nproc", "2"], full)
     assert script.end() == 1 and "Traceback" not in script.output()
-    assert script.errors() == ["pipeline.py: what it prints finds no room: the disk is full"]
+    assert script.errors() == [
+        "receipts.pipeline.py: what it prints finds no room: the disk is full"
+    ]
 
 
 def test_a_signal_in_the_middle_of_a_print(capfd):
@@ -408,7 +410,7 @@ def through_the_host():
     "flags",
     [
         "context_parallel --kind ring",
-        "pipeline --schedule zb-v --layers 6",
+        "zero_bubble --schedule zb-v --layers 6",
     ],
 )
 def test_messages_through_the_host(tmp_path, flags):

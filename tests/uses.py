@@ -217,7 +217,7 @@ class Layout(OneProcess):
                 p.placement = place | {"partial": [*place.get("partial", ()), self.ends]}
         parts = pp.cut(layers, self.schedule.last + 1)
         held = self.schedule.stages(dist.get_rank(self.pp))
-        self.stages = {stage: parts[stage] for stage in held}
+        self.stages = {stage: nn.Sequential(*parts[stage]) for stage in held}
         self.trained = nn.ModuleList(self.stages.values())
         self.links = own_links(pp.make_links, tuple(map(tuple, pipelines)))
         pp.open_links(self.links, self.schedule, "cpu")
