@@ -11,6 +11,7 @@ import errno
 import importlib
 import math
 import os
+import resource
 import signal
 import socket
 import sys
@@ -34,6 +35,7 @@ from harness.refusal import NOBODY_READS, Refused, finish, refuse, refusing, say
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 MOST = 1024  # ranks that are started on one machine
+THREADS = 16  # of a rank, at least; 33 with eight ranks and three axes
 
 
 def launch(demo, args, needed=None, check=lambda world: None, make=Rank):
@@ -117,6 +119,10 @@ def start_ranks(work, world):
     """Run work() -> exit code in `world` processes of this machine, in which joining.launched()
     says who they are. Returns an exit code: see verdict. The ranks meet in a file, so only the
     backend listens for connections, on the loopback interface."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NPROC)  # -1 is any number, and so is root's
+    if os.getuid() and 0 <= most < THREADS * world:
+        problem = f"{world} ranks need {THREADS * world} threads or more, and ulimit -u allows {most}"
+        raise Refused(f"{problem}: raise it, or use fewer ranks")
     sys.stdout.flush()
     sys.stderr.flush()
     if can_fork():
@@ -132,7 +138,8 @@ def start_ranks(work, world):
         signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOPPING)
         for rank in range(world):
             environment |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
-            running[start_rank(work, environment)] = rank
+            with refusing(BlockingIOError, "this user has too many processes, see ulimit -u"):
+                running[start_rank(work, environment)] = rank
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOPPING)
         codes, stopped_by = watch(running, received)
     return verdict(codes, stopped_by, world)

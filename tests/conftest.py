@@ -3,6 +3,7 @@ process, which has imported torch already. That needs a parent whose thread pool
 
 import contextlib
 import ctypes
+import faulthandler
 import fcntl
 import functools
 import gc
@@ -175,6 +176,8 @@ def child(folder, rank, world, work, args):
     import torch.distributed as dist
 
     code = 1
+    # An abort that a test expects says nothing; another one says what it was
+    faulthandler.enable(open(f"{folder}/error{rank}", "w"))
     try:
         join(f"{folder}/store", rank, world)
         result = work(rank, *args)
@@ -266,6 +269,7 @@ class Script:
         sys.stdout.flush()
         self.pid = os.fork()
         if self.pid == 0:
+            faulthandler.disable()
             start.signals.die_with_parent()
             sys.stdout = sys.stderr = open(self.said, "w", buffering=1)
             for number in (1, 2):  # what processes say that it starts

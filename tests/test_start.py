@@ -182,6 +182,13 @@ def test_no_folder_for_temporary_files(tmp_path):
     ]
 
 
+def test_few_threads(monkeypatch):
+    monkeypatch.setattr(os, "getuid", lambda: 1000)
+    monkeypatch.setattr(start.resource, "getrlimit", lambda _: (20, 20))
+    with pytest.raises(harness.Refused, match="2 ranks need 32 threads .* ulimit -u allows 20"):
+        start.start_ranks(lambda: 0, 2)
+
+
 def test_one_process_is_interrupted(tmp_path):
     script = Script(tmp_path, "train", [*SMALL[:8], *LONG[2:]])
     script.wait_for("step ")
