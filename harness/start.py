@@ -121,8 +121,8 @@ def start_ranks(work, world):
     backend listens for connections, on the loopback interface."""
     most, _ = resource.getrlimit(resource.RLIMIT_NPROC)  # -1 is any number, and so is root's
     if os.getuid() and 0 <= most < THREADS * world:
-        problem = f"{world} ranks need {THREADS * world} threads or more, and ulimit -u allows {most}"
-        raise Refused(f"{problem}: raise it, or use fewer ranks")
+        needs = f"{world} ranks need {THREADS * world} threads or more"
+        raise Refused(f"{needs}, and ulimit -u allows {most}: raise it, or use fewer ranks")
     sys.stdout.flush()
     sys.stderr.flush()
     if can_fork():
