@@ -98,13 +98,12 @@ def train(run, schedule=None):
             averaging.average_if_due(step)  # --islands
             log_row(run.history[-1])  # run.log's; an empty one if the step was skipped
             if checkpoints.save_if_due(step + 1):
-                return checkpoints.code  # a rank received a signal to stop
+                return run.code  # a rank received a signal to stop
             if validation.due(args, step):
                 log_row({"step": step + 1, "val_loss": validation.validate(runner)})
 
     # Each is tried, whatever becomes of the others
     return run.conclude(
-        lambda: checkpoints.code,  # of the last one
         lambda: sampling.show(runner),
         # With what islands send. Without a step there is no receipt
         lambda: first < args.steps and run.receipt(*averaging.expected(*runner.expected())),

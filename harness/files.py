@@ -58,6 +58,15 @@ def read_json(path):
     return content
 
 
+def json_text(value, **options):
+    """A value as JSON, which knows no NaN and no infinity: they become null."""
+    try:
+        return json.dumps(value, allow_nan=False, **options)
+    except ValueError:
+        constants = json.loads(json.dumps(value), parse_constant=lambda name: None)
+        return json.dumps(constants, **options)
+
+
 def check_file(flag, path):
     """Refuse a file that can't be written, before hours of training. It may exist."""
     place = path if os.path.exists(path) else os.path.dirname(path) or "."

@@ -17,7 +17,7 @@ class Rank:
 
     def __init__(self, args, rank, world, device):
         self.args, self.rank, self.world, self.device = args, rank, world, device
-        self.ending, self.nobody_reads = False, 0
+        self.ending, self.code = False, 0  # code: of what went wrong on the way
 
     def gather(self, value):
         """[value of each rank], on all ranks."""
@@ -45,7 +45,7 @@ class Rank:
             except BrokenPipeError:
                 if not self.ending:
                     raise
-                self.nobody_reads = NOBODY_READS
+                self.code = self.code or NOBODY_READS
             except OSError:
                 pass
 
@@ -60,7 +60,7 @@ class Rank:
                 if e.alone:
                     raise
                 codes.append(refuse(e, self.rank))
-        return next(filter(None, [*codes, self.nobody_reads]), 0)
+        return next(filter(None, [*codes, self.code]), 0)
 
 
 class TrainingRank(Rank):

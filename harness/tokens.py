@@ -10,6 +10,8 @@ All encodings have tiktoken's n_vocab, encode_ordinary and decode; and besides
     end             the token that ends a document, or None
     stops           the tokens at which a sample ends
     name            what checkpoints remember: two encodings of one name give the same tokens
+
+As in transformers, the name of a mark in a text, such as <|endoftext|>, is that one token.
 """
 
 import functools
@@ -53,10 +55,13 @@ class GPT2:
             problem = "--tokenizer gpt2 needs two files that tiktoken downloads once, and can't get"
             advice = "use --tokenizer bytes, or set TIKTOKEN_CACHE_DIR to a folder with both"
             raise Refused(f"{problem}: {advice}") from e
-        self.encode_ordinary, self.decode = self.encoding.encode_ordinary, self.encoding.decode
+        self.decode = self.encoding.decode
+
+    def encode_ordinary(self, text):
+        return self.encoding.encode(text, allowed_special="all")
 
     def document(self, text):
-        tokens = self.encoding.encode_to_numpy(text, disallowed_special=())
+        tokens = self.encoding.encode_to_numpy(text, allowed_special="all")
         return np.append(tokens, np.uint32(self.end))
 
 
@@ -95,8 +100,13 @@ class FolderEncoding:
         with refusing():
             ends = eos_ids(self.folder, ids)
         self.stops, self.end = set(ends), ends[0] if ends else None
-        marked = self.tokenizer.encode("a").ids
-        self.head = marked[: marked.index(self.plain("a")[0])]  # what stands before a text
+        self.head = []  # what stands before a text, here before one that has a token
+        marks = {token.content for token in self.tokenizer.get_added_tokens_decoder().values()}
+        for text in ["a", *sorted(ids.keys() - marks)]:
+            if plain := self.plain(text):
+                marked = self.tokenizer.encode(text).ids
+                self.head = marked[: marked.index(plain[0])]
+                break
         self.start = self.head[0] if self.head else self.end
 
     def plain(self, text):
@@ -136,8 +146,9 @@ def read_tokenizer(file):
 def eos_ids(folder, ids):
     """The ids that a folder's files call eos, the tokenizer's own first. ids: {token: its id}."""
     found = []
-    for name in ("tokenizer_config.json", "config.json", "generation_config.json"):
-        file = folder / name
+    names = "tokenizer_config special_tokens_map config generation_config"
+    for name in names.split():
+        file = folder / f"{name}.json"
         settings = read_json(file) if file.is_file() else {}
         named, eos = settings.get("eos_token"), settings.get("eos_token_id")
         if isinstance(named, dict):

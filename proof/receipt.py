@@ -1,9 +1,9 @@
 """The receipt: what a step sent and held beside the papers' formulas, and how far the run is from
 one process."""
 
-import json
 from typing import NamedTuple
 
+from harness.files import json_text
 from harness.refusal import say
 from proof.ledger import human
 from proof.tolerance import TOLERANCE
@@ -72,11 +72,11 @@ def write_json(path, result):
     the file."""
     try:
         with open(path, "w") as file:
-            json.dump(result, file, indent=1)
+            file.write(json_text(result, indent=1))
         return True
     except OSError as e:
         say(f"--json {path} can't be written ({e.strerror}); the receipt is printed instead")
-        print(json.dumps(result), flush=True)
+        print(json_text(result), flush=True)
         return False
 
 

@@ -260,6 +260,38 @@ def test_another_run_is_refused(ranks, text, tmp_path, saved, flags, reason):
     checkpoint.check_header("x", index, {"seed": 4, "config": {"dropout": 1}}, ("seed", "dropout"))
 
 
+def test_going_back(ranks, text, tmp_path, saved):
+    """In another layout. What comes after it stays, under another name."""
+    out = tmp_path / "out"
+    shutil.copytree(saved[0], out)
+    before = contents(out / "step-00000003")
+    flags = "--layers 2 --steps 3 --save-every 1 --from-step"
+    code, said = layout(ranks, text, f"{flags} 7", out)
+    assert code == 2 and "no whole checkpoint in" in said and "step-00000003, step-00000002" in said
+    code, steps = layout(ranks, text, f"{flags} 1 --tp 2", out)
+    assert code == 0
+    same_steps(steps, saved[1][1:3])
+    names = [re.sub(r"left-\d+", "left", name) for name in steps_in(out)]
+    last = "step-00000003"
+    assert names == ["step-00000001", "step-00000002", "step-00000002.left", last, f"{last}.left"]
+    [left] = out.glob(f"{last}.left-*")
+    assert [*contents(left).values()] == [*before.values()]
+
+
+def test_other_data(ranks, text, tmp_path, saved):
+    """By a flag of its own: the optimizer's states go on."""
+    shutil.copytree(saved[0], tmp_path / "out")
+    other = tmp_path / "other.txt"
+    other.write_text("something else " * 500)
+    flags = "--layers 2 --steps 4 --resume --new-data"
+    code, steps = layout(ranks, str(other), flags, tmp_path / "out")
+    assert code == 0 and steps[0][0] == 4 and abs(steps[0][1] - saved[1][3][1]) > 0.01
+    one = whole(tmp_path / "out/step-00000004")
+    assert {t.item() for (_, kind), t in one.items() if kind == "step"} == {4.0}
+    code, _ = layout(ranks, str(other), "--layers 2 --steps 5 --resume", tmp_path / "out")
+    assert code == 0
+
+
 def steps_in(folder):
     return sorted(os.listdir(folder))
 

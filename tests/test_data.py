@@ -24,6 +24,8 @@ def test_bytes_are_tokens(text):
     raw = text.read_bytes()
     assert corpus.tokens.tolist() == [*raw, 256]
     assert corpus.encoding.decode(corpus.tokens[:-1].tolist()).encode() == raw
+    text.write_bytes(b"\xef\xbb\xbf" + raw)  # a byte-order mark is no token
+    assert data.load(text).tokens.tolist() == [*raw, 256]
 
 
 def test_stdlib_is_python_without_its_tests():

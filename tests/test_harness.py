@@ -163,6 +163,9 @@ train --tokenizer none --vocab 9 --documents -> which token begins a text.*--doc
 train --experts 4 --cp 2 --documents --context 40 -> a multiple of 16$
 train --resume -> need --out
 train --save-every 2 -> need --out
+train --from-step 2 -> need --out
+train --new-data -> means nothing without --resume
+train --min-lr 1 --lr 0.1 -> --min-lr 1 is above --lr 0.1
 train --out folder -> has checkpoints
 train --out /proc/x -> can't be written
 train --out folder/record.jsonl -> can't be written

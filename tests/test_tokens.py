@@ -92,6 +92,36 @@ def test_marks_of_every_kind(tmp_path):
     assert (encoding.start, encoding.end, encoding.stops) == (None, None, set())
 
 
+def test_a_tokenizer_of_four_letters(tmp_path):
+    """Without the letter a, and without a token for what it does not know."""
+    from tokenizers import Tokenizer, models, processors
+
+    marks = [("<s>", 4)]
+    made = Tokenizer(models.BPE({"A": 0, "C": 1, "G": 2, "T": 3, "<s>": 4, "</s>": 5}, []))
+    made.add_special_tokens(["<s>", "</s>"])
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=marks)
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast"}'
+    )
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "</s>"}')
+    tokens.read_tokenizer.cache_clear()
+    ours, theirs = tokens.of(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert ours.end == theirs.eos_token_id == 5 and ours.start == 4
+    assert ours.document("GATC").tolist() == [*theirs("GATC").input_ids, 5] == [4, 2, 0, 3, 1, 5]
+
+
+def test_a_mark_in_a_text_is_its_token(monkeypatch):
+    """With gpt2 as with a folder's tokenizer. Stand-ins for the files that tiktoken downloads."""
+    ranks = {bytes([i]): i for i in range(256)}
+    marks = {"<|endoftext|>": 50256}
+    made = tokens.tiktoken.Encoding("few", pat_str=".", mergeable_ranks=ranks, special_tokens=marks)
+    monkeypatch.setattr(tokens.tiktoken, "get_encoding", lambda name: made)
+    encoding = tokens.of("gpt2")
+    assert encoding.document("a<|endoftext|>b").tolist() == [97, 50256, 98, 50256]
+    assert encoding.encode_ordinary("a<|endoftext|>b") == [97, 50256, 98]
+
+
 # --- which tokens
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import sys
 import types
 from unittest import mock
@@ -23,7 +24,9 @@ import proof
 import train
 from benchmarks import terminal
 from harness import initialize, presets
+from harness.files import json_text
 from trainer import checkpoint, large_vocabulary, sampling
+from trainer.runner import Runner
 
 SHORT = "--layers 2 --prove 0"
 
@@ -61,6 +64,24 @@ def test_a_log_goes_on_after_a_resume(ranks, text, tmp_path):
     then = run(ranks, text, f"--steps 5 --resume {flags}")["steps"]
     assert [row["step"] for row in then] == [4, 5]
     assert [row for row in rows_of(log) if "loss" in row] == first + then
+    with pytest.raises(harness.Refused, match="--log-to .*log has a log: remove it"):
+        arguments(text, f"{SHORT} --log-to {log}")
+
+
+def test_a_validation_that_is_not_a_number(ranks, text, tmp_path, capfd):
+    """JSON has no NaN; a sentence and the exit code tell. And a warm-up longer than the run."""
+
+    def broken(run):
+        Runner.forward_only = lambda *_: [torch.tensor(torch.nan, dtype=torch.float64)]
+
+    args = arguments(text, f"{SHORT} --steps 2 --warmup 9 --log-to {tmp_path}/log")
+    args.quiet = False
+    assert ranks(1, history, args, broken)[0][0] == 1
+    assert rows_of(tmp_path / "log")[-1] == {"step": 2, "val_loss": None}
+    out, err = capfd.readouterr()
+    assert "the validation loss is nan: the run goes on, and its exit code is 1" in err
+    assert "--warmup 9 is not shorter than --steps 2: the learning rate does not reach" in out
+    assert json_text({"a": torch.inf, "b": [1.5, -torch.inf]}) == '{"a": null, "b": [1.5, null]}'
 
 
 @pytest.mark.parametrize(
@@ -85,7 +106,7 @@ def test_lines_of_steps(ranks, text, capfd, at_terminal, flags, printed):
 
 
 def test_tensorboard_and_wandb_get_the_log(ranks, text, tmp_path):
-    """After a resume, too."""
+    """After a kill and a resume, too: TensorBoard shows no step twice, wandb's run has one id."""
     module = "tensorboard.backend.event_processing.event_accumulator"
     events, logged = pytest.importorskip(module, reason="tensorboard is not installed"), []
 
@@ -94,22 +115,33 @@ def test_tensorboard_and_wandb_get_the_log(ranks, text, tmp_path):
             with open(tmp_path / "wandb", "a") as file:
                 print(json.dumps(row | {"step": step}), file=file)
 
-    def in_place_of_wandb():
-        tracker = contextlib.nullcontext(Tracker())
-        sys.modules["wandb"] = types.SimpleNamespace(init=lambda project, config: tracker)
+        def finish(self):
+            raise ConnectionError("the end costs nothing")
 
-    for steps, resume in ((2, ""), (3, "--resume")):
+    def init(project, config, id, resume):
+        with open(tmp_path / "ids", "a") as file:
+            print(id, resume, file=file)
+        return Tracker()
+
+    def in_place_of_wandb():
+        sys.modules["wandb"] = types.SimpleNamespace(init=init)
+
+    for steps, resume in ((3, ""), (4, "--resume")):
+        shutil.rmtree(tmp_path / "out/step-00000003", ignore_errors=True)
         flags = f"--steps {steps} --eval-every 1 --lr 0.01 --min-lr 0.01 --out {tmp_path}/out"
+        flags += " --save-every 2"
         args = arguments(text, f"{SHORT} {flags} {resume} --tensorboard {tmp_path}/board")
         args.wandb = "a project"
         logged += ranks(1, run_layout, args, in_place_of_wandb)[0][1]["steps"]
     rows = rows_of(tmp_path / "wandb")
-    assert [row for row in rows if "loss" in row] == logged
+    assert [row for row in rows if "loss" in row] == logged and len(logged) == 5
+    ids = (tmp_path / "ids").read_text().split()
+    assert ids == [ids[0], "allow"] * 2 and len(ids[0]) == 8
     board = events.EventAccumulator(str(tmp_path / "board")).Reload()
     for name in {*logged[0], "val_loss"} - {"step"}:
         written = [(event.step, event.value) for event in board.Scalars(name)]
-        expected = [(row["step"], pytest.approx(row[name])) for row in rows if name in row]
-        assert written == expected and len(written) == 3
+        expected = {row["step"]: pytest.approx(row[name]) for row in rows if name in row}
+        assert written == [*expected.items()] and len(written) == 4
 
 
 def test_a_picture_shows_what_was_printed(tmp_path, monkeypatch):

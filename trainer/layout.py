@@ -120,6 +120,8 @@ def check(args, config):
     check_experts(args, config)
     check_pairs(args, config)
     check_needed(args)
+    if args.min_lr is not None and args.min_lr > args.lr:
+        raise Refused(f"--min-lr {args.min_lr:g} is above --lr {args.lr:g}: give at most that")
     if args.documents:
         documents.separator(args.documents, args.tokenizer)  # is there one?
     for part in (saving, sampling, tracking, recording):

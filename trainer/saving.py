@@ -28,10 +28,22 @@ def add_flags(parser):
     g.add_argument("--keep", **harness.NATURAL, default=3, help=why)
     why = "go on from the newest whole checkpoint in --out, whatever layout wrote it; implied "
     g.add_argument("--resume", action="store_true", help=f"{why}by torchrun --max-restarts")
+    why = (
+        "go back to the checkpoint of step N, in any layout; later ones are kept under other names"
+    )
+    g.add_argument("--from-step", **harness.POSITIVE, help=why)
+    why = "with --resume: go on with other --data than the checkpoint's, and the optimizer's states"
+    g.add_argument("--new-data", action="store_true", help=why)
 
 
 def check(args):
     """Refuse a folder that can't be written, or where checkpoints of two runs would mix."""
+    args.resume = args.resume or args.from_step is not None
+    if args.new_data and not args.resume:
+        raise Refused("--new-data means nothing without --resume: add that, or leave it out")
+    if args.from_step is not None and may_restart():
+        why = "torchrun --max-restarts would go back again and again"
+        raise Refused(f"--from-step: {why}: leave one of them out")
     if (args.save_every or args.resume) and not args.out:
         raise Refused("--save-every and --resume need --out, the folder of the checkpoints")
     if not args.out or args.only_sample:
@@ -57,14 +69,14 @@ class Saver:
     """The checkpoints of one run. Without --out it does nothing.
 
     load_newest() before the first step; save_if_due(step) between two steps, which says whether to
-    stop. code: the run's exit code, 2 where the last one can't be written. averaging: what
-    trainer/islands.py adds to a checkpoint."""
+    stop. averaging: what trainer/islands.py adds to a checkpoint."""
 
     def __init__(self, run, model, optimizer, averaging):
         self.run, self.model, self.optimizer, self.args = run, model, optimizer, run.args
         self.averaging = averaging
         self.owned = set()  # names of checkpoints that this run has written or read
-        self.signal_received, self.received_at, self.code = 0, math.inf, 0
+        self.left = []  # names of those after --from-step, until the first one is written
+        self.signal_received, self.received_at = 0, math.inf
         self.asked = []  # questions whether any rank received a signal
 
     def header(self):
@@ -108,10 +120,15 @@ class Saver:
         args, run = self.args, self.run
         if not (args.resume or args.only_sample or may_restart()):
             return 0
-        path, index, passed = checkpoint.newest(args.out, self.header(), FREE, self.owned)
+        free = (*FREE, "text") if args.new_data else FREE
+        about = self.header(), free, self.owned, args.from_step
+        path, index, passed = checkpoint.newest(args.out, *about)
         passed = f" (passed over {'; '.join(passed)})" if passed else ""
         if path is None:
             what = f"no whole checkpoint in {args.out}"
+            if args.from_step is not None:
+                there = ", ".join(checkpoint.checkpoints_in(args.out)) or "none"
+                raise Refused(f"--from-step {args.from_step}: {what} of it{passed}; there: {there}")
             if args.only_sample and not args.init_from:
                 raise Refused(f"--only-sample: there is {what}{passed}; give another --out")
             run.print(f"{what}, starting from the beginning{passed}")
@@ -127,6 +144,14 @@ class Saver:
             self.optimizer.update_weights()
         compared = ": from here on nothing is compared with one process" if training else ""
         run.print(f"resumed from {path}{compared}{passed}")
+        if args.from_step is not None and training:
+            names = checkpoint.checkpoints_in(args.out)
+            self.left = [name for name in names if name > checkpoint.name_of(args.from_step)]
+            if self.left:
+                later = (
+                    f"{', '.join(self.left)} are kept: .left- and the time is added to their names"
+                )
+                run.print(f"{later} when the next checkpoint is written")
         return index["step"]
 
     def receive(self, number, frame):
@@ -154,15 +179,16 @@ class Saver:
         last = stop or step == args.steps
         if last or args.save_every and step % args.save_every == 0:
             try:
-                about = self.header(), self.pieces(), args.keep, self.owned
+                about = self.header(), self.pieces(), args.keep, self.owned, self.left
                 checkpoint.write_checkpoint(args.out, step, *about)
+                self.left = []
             except Refused as e:
                 if last:
-                    self.code = e.code
+                    run.code = e.code
                 if run.rank == 0:
                     say(e if last else f"{e}; the run goes on")
             run.restart_clock()
-        if stop and not self.code:
+        if stop and not run.code:
             how = f"stopped by {signal.Signals(stop).name}: step {step} is saved in {args.out}"
             run.print(f"{how}, --resume goes on from it")
         return stop > 0

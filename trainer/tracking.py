@@ -3,15 +3,18 @@
 import contextlib
 import functools
 import importlib.util
-import json
 import os
+import pathlib
+import uuid
 
 import torch
 
 import harness
 from harness import Refused, check_folder, say
+from harness.files import json_text
 from receipts import pipeline as schedules
 from receipts.formulas import flops_per_token
+from trainer import saving
 
 
 def add_flags(parser):
@@ -33,6 +36,9 @@ def check(args):
     for name in ("tensorboard", "wandb"):
         if getattr(args, name) and not importlib.util.find_spec(name):
             raise Refused(f"--{name} needs a package: pip install {name}")
+    goes_on = args.resume or args.only_sample or saving.may_restart()
+    if args.log_to and not goes_on and os.path.exists(args.log_to) and os.path.getsize(args.log_to):
+        raise Refused(f"--log-to {args.log_to} has a log: remove it, or give another file")
     if args.tensorboard:
         check_folder("--tensorboard", args.tensorboard)
     if args.wandb and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
@@ -53,6 +59,9 @@ def describe(run, schedule):
     text += f" ({run.corpus.note})" if run.corpus.note else ""
     text += f"; checkpoints in {args.out}" if args.out else "; nothing is saved without --out"
     run.print(f"{harness.parameter_count(config):,} parameters, {layout}; {text}")
+    if args.warmup >= args.steps:
+        what = f"--warmup {args.warmup} is not shorter than --steps {args.steps}"
+        run.print(f"{what}: the learning rate does not reach --lr")
     if args.pp > 1:
         layers = schedules.stage_layers(config, schedule.last + 1)
         layers = ", ".join(f"{r.start}-{r.stop - 1}" for r in layers)
@@ -128,24 +137,46 @@ def open_log(run, first):
     with contextlib.ExitStack() as stack:
         if args.log_to:
             # Without a buffer: a row that finds no room does not come back when the file is closed
-            file = stack.enter_context(open(args.log_to, "ab" if first else "wb", buffering=0))
+            file = stack.enter_context(open(args.log_to, "ab", buffering=0))
             places.append(functools.partial(write_line, file))
         if args.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            board = stack.enter_context(SummaryWriter(args.tensorboard))
-            places.append(functools.partial(write_scalars, board))
+            # What a crash made the run forget is not shown twice
+            board = SummaryWriter(args.tensorboard, purge_step=first + 1 if first else None)
+            stack.callback(guard, "tensorboard", board.close)
+            places.append(functools.partial(guard, "tensorboard", write_scalars, board))
         if args.wandb:
             import wandb
 
-            tracker = stack.enter_context(wandb.init(project=args.wandb, config=vars(args)))
-            places.append(lambda row: tracker.log(row, step=row["step"]))
+            about = dict(project=args.wandb, config=vars(args), **wandb_id(args.out, first))
+            tracker = wandb.init(**about)
+            stack.callback(guard, "wandb", tracker.finish)
+            places.append(lambda row: guard("wandb", tracker.log, row, step=row["step"]))
         yield lambda row: [write(row) for write in places]
+
+
+def guard(name, write, *args, **options):
+    """What a log can't take ends no run, and costs no export."""
+    try:
+        write(*args, **options)
+    except Exception as e:  # of any library
+        say(f"--{name}: {e}; the run goes on")
+
+
+def wandb_id(folder, first):
+    """wandb.init's options with which a resumed run goes on with its id, which is kept in --out."""
+    if not folder:
+        return {}
+    path = pathlib.Path(folder, "wandb-id")
+    if not first or not path.exists():
+        path.write_text(uuid.uuid4().hex[:8])
+    return {"id": path.read_text(), "resume": "allow"}
 
 
 def write_line(file, row):
     try:
-        file.write(json.dumps(row).encode() + b"\n")
+        file.write(json_text(row).encode() + b"\n")
     except OSError as e:
         say(f"--log-to {file.name} can't be written ({e.strerror}); the run goes on")
 

@@ -3,6 +3,7 @@
 import torch
 
 import harness
+from harness import say
 
 
 def add_flags(parser):
@@ -29,5 +30,9 @@ def validate(runner):
         loss = sum(runner.forward_only(batches, run.target_count * pieces), loss)
     harness.sum_over([groups["dp"], groups["pp"]], loss)
     run.print(f"validation loss {loss:.4f}")
+    if not loss.isfinite():
+        run.code = 1
+        if run.rank == 0:
+            say(f"the validation loss is {loss:g}: the run goes on, and its exit code is 1")
     run.restart_clock()
     return loss.item()
