@@ -372,7 +372,7 @@ def fails(run, ends):
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["full", "killed"])
-def test_a_save_that_fails_loses_nothing(ranks, text, tmp_path, saved, ends):
+def test_a_save_that_fails_loses_nothing(ranks, text, tmp_path, saved, capfd, ends):
     shutil.copytree(saved[0], tmp_path / "out")
     flags, before = "--layers 2 --dp 2 --zero 1 --steps 4 --resume", steps_in(saved[0])
     broken = functools.partial(fails, ends=ends)
@@ -381,7 +381,8 @@ def test_a_save_that_fails_loses_nothing(ranks, text, tmp_path, saved, ends):
             layout(ranks, text, flags, tmp_path / "out", broken)
         assert steps_in(tmp_path / "out") == [*before, "step-00000004.tmp"]
     else:
-        code, said = layout(ranks, text, flags, tmp_path / "out", broken)
+        code, _ = layout(ranks, text, flags, tmp_path / "out", broken)
+        said = capfd.readouterr().err
         assert code == 2 and "step 4" in said and "No space left on device" in said
         assert steps_in(tmp_path / "out") == before
     code, steps = layout(ranks, text, flags, tmp_path / "out")
