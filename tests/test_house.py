@@ -32,7 +32,7 @@ CODE = [
     "exercises",
     "benchmarks",
 ]
-FOLDERS = [*CODE, "tests", "docs", ".ci"]
+FOLDERS = [*CODE, "tests", "docs", ".ci", ".github"]
 # A module may import those of a lower floor and of its own folder; a demo also another lesson
 LESSONS = 4
 FLOORS = {
