@@ -1,3 +1,13 @@
-"""Counts what a rank sends and holds, compares with one process, says where a difference began."""
+"""Watches training scripts from outside, compares runs with one process, says where they part.
 
-from proof.run import Run, launch
+`python -m proof --help` shows what it can do. What it watches may have modules of its own with the
+names of ours, so importing this package imports no other one."""
+
+import importlib
+
+
+def __getattr__(name):
+    """proof.Run and proof.launch, which train.py and the lessons' demos start with."""
+    if name in ("Run", "launch"):
+        return getattr(importlib.import_module("proof.run"), name)
+    raise AttributeError(f"module 'proof' has no attribute {name!r}")

@@ -27,8 +27,26 @@ OPERATIONS = {
     "alltoall_": ("all_to_all", 1, all_but_one),
     "broadcast_": ("broadcast", 0, all_but_one),
     "reduce_": ("reduce", 0, all_but_one),
+    "gather_": ("gather", 1, all_but_one),
+    "scatter_": ("scatter", 1, all_but_one),
     "send": ("send", 0, lambda n: 1.0),
     "recv_": ("recv", 0, lambda n: 0.0),
+    "recv_any_source_": ("recv", 0, lambda n: 0.0),
+    "allreduce_coalesced_": ("all_reduce", 0, lambda n: 2 * all_but_one(n)),
+    "allgather_coalesced_": ("all_gather", 0, all_but_one),
+    "allgather_into_tensor_coalesced_": ("all_gather", 0, all_but_one),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1, all_but_one),
+}
+# _c10d_functional operation: (name, bytes sent per byte of payload). FSDP2, DTensor and compiled
+# code call them. The first argument is the payload, or this rank's part of what is gathered
+FUNCTIONAL = {
+    "all_reduce": ("all_reduce", lambda n: 2 * all_but_one(n)),
+    "all_gather_into_tensor": ("all_gather", all_but_one),
+    "reduce_scatter_tensor": ("reduce_scatter", all_but_one),
+    "all_to_all_single": ("all_to_all", all_but_one),
+    "broadcast": ("broadcast", all_but_one),
+    "isend": ("send", lambda n: 1.0),
+    "irecv": ("recv", lambda n: 0.0),
 }
 
 
@@ -82,28 +100,45 @@ def optimizers_of(optimizer):
     return getattr(inner, "optimizers", [inner])
 
 
-def message(name, args):
-    """What a c10d operation sends: (name in the receipt, process group, payload bytes, bytes on a
-    ring)."""
-    operation, position, wire = OPERATIONS[name]
+def message(func, args):
+    """What an operation of c10d or _c10d_functional sends: (name in the receipt, process group,
+    payload bytes, bytes on a ring), or None for one that has no payload, such as a barrier."""
+    name = func.name().partition("::")[2].partition(".")[0]
     group = group_in(args)
-    payload = sum(t.numel() * t.element_size() for t in tensors_in(args[position]))
+    if func.namespace == "c10d" and name in OPERATIONS:
+        operation, position, wire = OPERATIONS[name]
+        payload = bytes_of(args[position])
+        splits = args[4] if name == "alltoall_base_" else ()
+    else:
+        plain = name.removesuffix("_").removesuffix("_out").removesuffix("_coalesced")
+        if func.namespace == "c10d" or plain not in FUNCTIONAL:
+            return None
+        operation, wire = FUNCTIONAL[plain]
+        payload = bytes_of(args[0]) * (group.size() if operation == "all_gather" else 1)
+        splits = args[2] if operation == "all_to_all" else ()
     sent_part = wire(group.size())
-    if name == "alltoall_base_" and sum(args[4]):
-        # Uneven: a rank does not send the part that is for itself
-        sent_part = 1 - args[4][group.rank()] / sum(args[4])
+    if sum(splits):  # uneven: a rank does not send the part that is for itself
+        sent_part = 1 - splits[group.rank()] / sum(splits)
     return operation, group, payload, payload * sent_part
 
 
+def bytes_of(tensors):
+    return sum(t.numel() * t.element_size() for t in tensors_in(tensors))
+
+
 def group_in(args):
-    """The process group among an operation's arguments."""
+    """The process group among an operation's arguments, or the one whose name is the last."""
     for argument in args:
+        if isinstance(argument, dist.ProcessGroup):
+            return argument
         if isinstance(argument, torch.ScriptObject):
             try:
                 return dist.ProcessGroup.unbox(argument)
             except RuntimeError:
                 continue  # the operator of a reduction
-    raise ValueError("a c10d operation without a process group")
+    for argument in reversed(args):
+        if isinstance(argument, str):
+            return torch._C._distributed_c10d._resolve_process_group(argument)
 
 
 class Ledger(TorchDispatchMode):
@@ -144,17 +179,17 @@ class Ledger(TorchDispatchMode):
 
     def note(self, func, args, out):
         """Count an operation that has been run."""
-        if func.namespace == "c10d":
+        if func.namespace in ("c10d", "_c10d_functional"):
             self._count(func, args)
-        else:
+        if func.namespace != "c10d":
             for t in tensors_in(out):
                 self._see(t.untyped_storage())
 
     def _count(self, func, args):
-        name = func.name().removeprefix("c10d::")
-        if name not in OPERATIONS:
-            return  # such as a barrier, which has no payload
-        operation, group, payload, wire = message(name, args)
+        found = message(func, args)
+        if found is None:
+            return
+        operation, group, payload, wire = found
         if operation == "all_gather":
             gathered = sum(storage.nbytes() for storage in self.freed)
             self.gathered_peak = max(self.gathered_peak, gathered)

@@ -159,11 +159,11 @@ class Meter(ledger.Ledger):
             self.count_bytes(read + (sum(t.nbytes for t in made) or read))
 
     def send(self, func, args):
-        name = func.name().removeprefix("c10d::")
-        if name not in ledger.OPERATIONS:
+        found = ledger.message(func, args)
+        if found is None:
             return
         self.end_kernel()
-        operation, group, payload, wire = ledger.message(name, args)
+        operation, group, payload, wire = found
         axis = self.names.get(group.group_name)
         if axis in ("down", "up"):  # between stages: the simulator's
             self.message = max(self.message, payload * (operation == "send"))
