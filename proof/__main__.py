@@ -13,8 +13,9 @@ between ranks, and why it hangs.
   --json FILE     write what was found: of each rank, too
 
 SCRIPT may be anything that trains with torch: your own loop, DDP, FSDP2, DTensor, DeepSpeed. From
-another folder: PYTHONPATH=THIS_FOLDER torchrun ... To record a run for `compare`: train.py --record,
-or paste proof/recorder.py into a loop (docs/fix/debugging.md). docs/fix/watch.md explains each line.
+another folder: PYTHONPATH=THIS_FOLDER torchrun ... (docs/fix/watch.md explains each line)
+To record a run for `compare`: train.py --record FOLDER, or paste proof/recorder.py into your loop
+(docs/fix/debugging.md). train.py's receipt names what is off by itself (docs/fix/receipts.md).
 """
 
 import argparse

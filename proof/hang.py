@@ -8,7 +8,6 @@ have reached and others not; or a circle of groups.
 from proof.replicas import of_ranks
 
 COMPARED = ("all_reduce", "broadcast", "reduce", "reduce_scatter", "all_gather")  # in size, too
-PADDED = 2  # lines of a list that is cut
 
 
 def screen(everyone, headline):
@@ -125,7 +124,9 @@ def differing_calls(there):
                 continue
             usual = most(kinds)
             texts = {}
-            for rank, call in sorted(calls.items(), key=lambda i: signature(i[1]) == usual):
+            unusual = [rank for rank in sorted(calls) if signature(calls[rank]) != usual]
+            for rank in [*unusual, *sorted({*calls} - {*unusual})]:
+                call = calls[rank]
                 at = f" at {call['line']}" if call["line"] else ""
                 texts.setdefault(f"{what(call)}{at}", []).append(rank)
             parts = [f"is {text} on {of_ranks(of)}" for text, of in texts.items()]
@@ -143,14 +144,19 @@ def missing_calls(there):
             continue
         open_calls = [n for n, call in members[waiting[0]].items() if not call["done"]]
         number = min(open_calls)
-        behind = [rank for rank in ranks if rank in there and latest[rank] < number]
         call = members[waiting[0]][number]
         at = f" at {call['line']}" if call["line"] else ""
-        for rank in behind:
-            line = there[rank]["left"] or f"is at {there[rank]['line'] or 'no line of its own'}"
+        verb = "waits" if len(waiting) == 1 else "wait"
+        places = {}
+        for rank in ranks:
+            if rank in there and latest[rank] < number:
+                line = there[rank]["left"] or f"is at {there[rank]['line'] or 'no line of its own'}"
+                places.setdefault(f"made {latest[rank]} there and {line}", []).append(rank)
+        for place, behind in places.items():
             yield (
-                f"{of_ranks(sorted(waiting))} wait in call {number} of group {group_text(ranks)},"
-                f" {what(call)}{at}; rank {rank} has made {latest[rank]} calls there and {line}"
+                f"{of_ranks(sorted(waiting))} {verb} in call {number} of group"
+                f" {group_text(ranks)}, {what(call)}{at}; {of_ranks(behind)}"
+                f" {'has' if len(behind) == 1 else 'have'} {place}"
             )
 
 

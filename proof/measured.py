@@ -116,9 +116,8 @@ class Measurement(Ledger):
         under_way = merged(spans)
         hidden = overlap(under_way, merged(self.computed))
         sent = []
-        for (operation, name), (calls, payload, wire) in self.sent.items():
-            ranks = self.ranks.get(name, [])
-            sent.append([operation, ranks, name, calls, payload, wire])
+        for (operation, name), row in self.sent.items():  # calls, payload, bytes on a ring
+            sent.append([operation, self.ranks.get(name, []), name, *row])
         figures = {
             "sent": sent,
             "held": {kind: storage_bytes(tensors) for kind, tensors in held.items()},
@@ -126,7 +125,7 @@ class Measurement(Ledger):
             "under_way": sum(end - start for start, end in under_way),
             "hidden": hidden,
         }
-        figures["held"]["activations, peak"] = peak
+        figures["held"]["activations and buffers, peak"] = peak
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             figures["held"]["all on the GPU, peak"] = torch.cuda.max_memory_allocated()
         return figures

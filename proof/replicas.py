@@ -29,8 +29,8 @@ def marks(parameters):
     keys, rows = [], []
     for name, p in parameters.items():
         t = local(p)
-        if t.is_meta or not t.is_floating_point() or not 0 < t.nbytes <= t.untyped_storage().nbytes():
-            continue  # freed, as FSDP's are between steps
+        if not has_values(t):
+            continue
         keys.append("|".join(map(str, (name, t.numel(), t.element_size(), shard_place(p)))))
         flat = t.flatten()
         sums = [part.sum(dtype=torch.float64) for part in flat.tensor_split(PARTS)]
@@ -38,6 +38,11 @@ def marks(parameters):
         rows.append(torch.stack([norm, *sums, (flat == flat[0]).all().double()]))
     values = torch.stack([row.cpu() for row in rows]).tolist() if rows else []
     return dict(zip(keys, values))
+
+
+def has_values(t):
+    """Not those of the meta device, and not what FSDP has freed between uses."""
+    return not t.is_meta and t.is_floating_point() and 0 < t.nbytes <= t.untyped_storage().nbytes()
 
 
 def shard_place(p):
@@ -63,9 +68,9 @@ def bytes_of(key):
 
 def not_finite(tensors):
     """The names of those {name: tensor} that have a NaN or an infinity."""
-    names = [*tensors]
-    flags = [local(t).isfinite().all().cpu() for t in tensors.values()]
-    return [name for name, finite in zip(names, flags) if not finite]
+    found = {name: local(t) for name, t in tensors.items()}
+    flags = {name: t.isfinite().all() for name, t in found.items() if has_values(t)}
+    return [name for name, finite in flags.items() if not finite]
 
 
 # --- on the rank that judges
@@ -95,6 +100,7 @@ class Judge:
         "loss": number or None}}"""
         lines = [*self.nonfinite(step, everyone), *self.of_losses(step, everyone)]
         lines += self.lone_gradients(step, everyone)
+        lines += self.never_alike(step, everyone)
         due = []
         for key, ranks in self.replicas:
             values = {r: everyone[r]["weights"].get(key) for r in ranks if r in everyone}
@@ -179,6 +185,32 @@ class Judge:
                     whose = f"{some(names[rank])}, others of {of_ranks(ranks)} do"
                     yield f"in step {step} rank {rank} has no gradient of {whose}"
 
+    def never_alike(self, step, everyone):
+        """Shards get updates of their own. What began with other values and gets the same updates
+        was meant to be a replica."""
+        if "never alike" in self.said or len(everyone) < 2:
+            return
+        self.said.add("never alike")
+        found = []
+        for key in dict.fromkeys(key for marks in self.start.values() for key in marks):
+            ranks = [r for r in everyone if key in self.start[r] and key in everyone[r]["weights"]]
+            starts = [self.start[r][key][1:-1] for r in ranks]
+            if len(ranks) < len(everyone) or starts.count(starts[0]) == len(starts):
+                continue
+            updates = []
+            for rank, start in zip(ranks, starts):
+                after = everyone[rank]["weights"][key][1:-1]
+                updates.append([y - x for x, y in zip(start, after)])
+            size = max(abs(x) for update in updates for x in update)
+            if size > 0 and all(max(c) - min(c) < 0.01 * size for c in zip(*updates)):
+                found.append(name_of(key))
+        if found:
+            yield (
+                f"in step {step} {of_ranks(sorted(everyone))} gave {len(found)} parameters that"
+                f" began with other values the same update, as if a broadcast were forgotten:"
+                f" {some(found)}"
+            )
+
     def nonfinite(self, step, everyone):
         for what in ("loss", "gradient", "weight"):
             of_rank = {rank: note["not finite"].get(what) for rank, note in everyone.items()}
@@ -236,5 +268,5 @@ def some(names):
 
 
 def of_ranks(ranks):
-    """"rank 3", "ranks 0 2 4 6"."""
+    """ "rank 3", "ranks 0 2 4 6"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {' '.join(map(str, ranks))}"

@@ -63,7 +63,7 @@ class Watch:
         self.steps = self.backwards = self.counted = self.last_count = self.tries = 0
         self.measurement = self.note = self.left = None
         self.losses, self.bad, self.started, self.over = [], {}, False, False
-        self.exchange = None
+        self.exchange, self.launches = None, False
         self.lock = threading.RLock()
 
     def install(self):
@@ -78,7 +78,7 @@ class Watch:
         self.wrap(os, "_exit", self.process_ends)
         atexit.register(self.finish)
         self.pid = os.getpid()
-        os.register_at_fork(after_in_child=self.forked)
+        os.register_at_fork(after_in_child=self.forked, after_in_parent=self.forks)
         if "RANK" in os.environ:
             self.start_thread()
 
@@ -97,8 +97,12 @@ class Watch:
         if dist.is_initialized():
             self.over = True
         elif not self.over:
-            self.pid = os.getpid()
+            self.pid, self.launches = os.getpid(), False
             self.start_thread()
+
+    def forks(self):
+        """In a process that forks: if it is no rank, its children are, and it has nothing to say."""
+        self.launches = self.launches or not dist.is_initialized()
 
     def start_thread(self):
         self.reads, writes = socket.socketpair()
@@ -123,7 +127,7 @@ class Watch:
                 self.tell("start", replicas.marks(self.models.parameters()))
             self.complete_note()
             for root in roots:
-                if root.numel() == 1:
+                if torch.is_tensor(root) and root.numel() == 1:  # else a torch.autograd.graph edge
                     self.losses.append(root.detach())
 
     @harmless
@@ -218,7 +222,9 @@ class Watch:
         with self.lock:
             self.tell("final", self.state())
             self.exchange.flush()
-        self.alarm(f"rank {self.exchange.rank} {self.left}")
+        consequence = isinstance(error, RuntimeError) and "peer" in str(error)
+        if not consequence or time.monotonic() - self.exchange.alarmed_at > 10 * ANSWER:
+            self.alarm(f"rank {self.exchange.rank} {self.left}")
 
     @harmless
     def finish(self):
@@ -226,6 +232,8 @@ class Watch:
         if self.over or os.getpid() != self.pid:
             return
         self.over = True
+        if self.launches and not self.steps:
+            return
         if self.measurement:
             self.measurement.end()
         with modes_off(), contextlib.suppress(RuntimeError):

@@ -10,6 +10,8 @@ import time
 
 from conftest import ROOT, usual_signals
 
+from harness import start
+
 LOOPS = ROOT / "tests" / "foreign_loops"
 
 
@@ -23,7 +25,9 @@ def watch(folder, script, world, flags="", options="", during=None, seconds=60):
     sys.stdout.flush()
     store = forked(said, lambda: serve(port))
     words = ["proof", "--json", str(written), *options.split(), str(script), *flags.split()]
-    pids = [forked(said, lambda rank=rank: one_rank(rank, world, port, words)) for rank in range(world)]
+    pids = [
+        forked(said, lambda rank=rank: one_rank(rank, world, port, words)) for rank in range(world)
+    ]
     codes, deadline, stop = {}, time.monotonic() + seconds, False
     while len(codes) < world:
         for rank, pid in enumerate(pids):
@@ -33,8 +37,10 @@ def watch(folder, script, world, flags="", options="", during=None, seconds=60):
                     codes[rank] = os.waitstatus_to_exitcode(status)
         stop = stop or during is not None and during(pids, said.read_text())
         if stop or time.monotonic() > deadline:
-            for rank in set(range(world)) - set(codes):
+            left = set(range(world)) - set(codes)
+            for rank in left:
                 os.kill(pids[rank], signal.SIGKILL)
+            for rank in left:
                 os.waitpid(pids[rank], 0)
                 codes[rank] = None
         time.sleep(0.01)
@@ -55,6 +61,7 @@ def forked(said, work):
     for number in (1, 2):
         os.dup2(sys.stdout.fileno(), number)
     usual_signals()
+    start.signals.die_with_parent()
     code = 1
     try:
         work()
