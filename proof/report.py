@@ -31,9 +31,7 @@ class Reporter:
         if self.measured is None and (found := self.exchange.of_all("measured")):
             self.measured = found
             groups = collectives_of(found)
-            self.judge.join(
-                [(ranks, size) for ranks, calls, size in groups if size > SCALARS * calls]
-            )
+            self.judge.join([(of, size) for of, calls, size in groups if size > SCALARS * calls])
             self.say(table(found, self.options.script, self.exchange.world))
         while (found := self.exchange.of_all(self.awaited[0])) is not None:
             name = self.awaited.pop(0)
@@ -129,10 +127,9 @@ def table(measured, script, world):
     if under_way:
         rank = max(measured, key=lambda rank: measured[rank]["under_way"])
         hidden = measured[rank]["hidden"]
-        text = f"{under_way:.3f} s of {measured[rank]['seconds']:.3f}; computed meanwhile: {hidden:.3f}"
-        lines.append(
-            f"  messages were under way on rank {rank} for {text} s ({hidden / under_way:.0%} hidden)"
-        )
+        text = f"messages were under way on rank {rank} for {under_way:.3f} s"
+        text += f" of {measured[rank]['seconds']:.3f}"
+        lines.append(f"  {text}; {hidden / under_way:.0%} of it behind computing on the host")
     return "\n".join(lines)
 
 

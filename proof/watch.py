@@ -101,7 +101,7 @@ class Watch:
             self.start_thread()
 
     def forks(self):
-        """In a process that forks: if it is no rank, its children are, and it has nothing to say."""
+        """In a process that forks: if it is no rank, its children are."""
         self.launches = self.launches or not dist.is_initialized()
 
     def start_thread(self):

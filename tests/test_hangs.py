@@ -16,7 +16,7 @@ HANGS = {
     rf" rank 1 has received 0 and is at {HERE}",
     "one_micro_batch_fewer": rf"why: rank 1 waits in recv 4 from rank 0 of 8 float32 at {HERE};"
     rf" rank 0 has sent 3 and is at {HERE}",
-    "exception": rf"proof: rank 1 left with ValueError: a row of the data has no target at {HERE}\n",
+    "exception": rf"proof: rank 1 left with ValueError: a row of the data has no target at {HERE}",
     "unequal_batches": rf"why: ranks 0 2 wait in call \d+ of {GROUP}, all_reduce of 212 float at"
     rf" {HERE}; rank 1 has made \d+ there and is at {HERE}",
     "barrier_in_a_branch": rf"why: call 2 of {GROUP} is barrier at {HERE} on rank 1, is all_reduce"

@@ -1,4 +1,4 @@
-"""`python -m proof`: bytes of training loops that do not know of it, and what it says of replicas."""
+"""`python -m proof`: bytes of loops that do not know of it, and what it says of replicas."""
 
 import json
 
@@ -182,7 +182,7 @@ def test_nothing_was_ever_summed():
 
 
 def test_local_steps_are_meant_to_differ():
-    """DiLoCo: hardly anything passes in most steps, and the ranks have had to do with each other."""
+    """DiLoCo: hardly anything passes in most steps, but the ranks have exchanged something."""
     ranks = Ranks([replica(), replica()], joined=8)
     for _ in range(3):
         ranks.step(lambda rank, name, p: p.add_(0.1 + rank))
