@@ -128,11 +128,14 @@ class Watch:
             self.complete_note()
             for root in roots:
                 if torch.is_tensor(root) and root.numel() == 1:  # else a torch.autograd.graph edge
-                    self.losses.append(root.detach())
+                    self.losses.append(root.detach().clone())
 
     @harmless
     def before_step(self, optimizer, args, kwargs):
-        if self.over or not self.ends_a_step(optimizer) or not self.backwards:
+        if self.over or not self.backwards:
+            return
+        if not self.ends_a_step(optimizer):
+            self.losses.clear()  # of another model
             return
         step = self.steps + 1
         losses, self.losses = self.losses, []
@@ -142,7 +145,7 @@ class Watch:
             loss = sum(map(float, losses)) if losses and (on_host or watched) else None
             finite = loss is None or math.isfinite(loss)
             if not finite:
-                self.bad.setdefault("loss", step)
+                self.bad.setdefault("loss", [f"of step {step}: {loss}"])
             if watched or not finite and "gradient" not in self.bad:
                 named = self.models.parameters()
                 gradients = {name: p.grad for name, p in named.items() if p.grad is not None}

@@ -15,7 +15,7 @@ from harness import start
 LOOPS = ROOT / "tests" / "foreign_loops"
 
 
-def watch(folder, script, world, flags="", options="", during=None, seconds=60):
+def watch(folder, script, world, flags="", options="", during=None, seconds=150):
     """(exit codes by rank, what was said, what --json has or None). during(pids, said) is called
     while the ranks run, until it returns true: then they are killed."""
     said, written = folder / "said", folder / "found.json"
