@@ -1,6 +1,6 @@
 """Hold one recording against another: the first step and tensor in which they part, and why.
 
-    python -m proof.compare OURS THEIRS
+    python -m proof compare OURS THEIRS
 
 OURS is the reference. Each is a folder of `train.py --record` or a file of proof/recorder.py.
 Exit code 0: equal to rounding. 1: they part. 2: they can't be compared.

@@ -62,7 +62,7 @@ def device_threads():
 
 
 # Real launches, faults and other implementations: worth their time, but not at every change
-SLOW_FILES = "checkpoint dryrun exercises exports fake_cuda faults gpu islands joining"
+SLOW_FILES = "hangs watch checkpoint dryrun exercises exports fake_cuda faults gpu islands joining"
 SLOW_FILES = {f"test_{name}" for name in f"{SLOW_FILES} recording start vs_torch".split()}
 # And those that take seconds, of the other files
 SLOW_TESTS = """

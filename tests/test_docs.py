@@ -24,7 +24,7 @@ STARTS = ("python ", "torchrun ", "python3 ", ".venv/", ".ci/", "pytest ")
 FOLDERS = ("advanced.", "benchmarks", "proof.", "exercises", "tests.", "docs.")  # run with -m
 # What takes longer than half a minute, needs a cluster, or needs a folder that the reader has
 LONG = ["--nproc_per_node=8", "--nnodes", "train.py", "benchmarks", "--plot", ".venv/bin"]
-LONG += ["tests.", "pytest", ".ci/run", "FOLDER", "--check", "proof.compare"]
+LONG += ["tests.", "pytest", ".ci/run", "FOLDER", "--check", "proof compare", "planted_hangs"]
 
 
 def commands():

@@ -52,10 +52,10 @@ FLOORS = {
 # The most lines of Python in a folder, or in folders that share a duty
 CEILINGS = {
     "harness trainer": 4900,
-    "receipts proof": 4000,
+    "receipts proof": 5400,  # 3,800 once no lesson needs a receipt
     "simulator": 2000,
     "exercises": 310,
-    "tests": 13000,
+    "tests": 13600,
     "benchmarks": 2510,
 }
 DEMO = "# --- demo ---"

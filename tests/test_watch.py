@@ -62,6 +62,26 @@ def test_dtensor(tmp_path):
         assert rows["all_gather"] == 3 * activation / 2
 
 
+@pytest.mark.parametrize(
+    "library, flags, operation",
+    [
+        ("accelerate", "", "all_reduce"),
+        ("deepspeed", "1", "all_reduce"),
+        ("deepspeed", "2", "all_gather"),
+        ("deepspeed", "3", "reduce_scatter"),
+    ],
+)
+def test_other_libraries(tmp_path, library, flags, operation):
+    """Where they are installed. A step moves each gradient once, or in each micro-batch."""
+    pytest.importorskip(library)
+    codes, said, found = watch(tmp_path, LOOPS / f"with_{library}.py", 2, flags)
+    assert codes == [0, 0] and found["differences"] == [], said
+    parameters = 32 * 64 + 64 + 64 * 8 + 8 if library == "accelerate" else LINEAR
+    for figures in found["measured"].values():
+        payload = [row[4] for row in figures["sent"] if row[0] == operation]
+        assert max(payload) >= 4 * parameters
+
+
 SMALL = "--layers 4 --heads 2 --width 8 --context 8 --batch 8 --steps 4 --prove 0 --quiet --lr 0.05"
 LAYOUTS = [
     "--dp 2 --tp 2 --zero 3 --microbatches 2",

@@ -1,7 +1,7 @@
 """A recording of the run, to hold another training loop against (docs/fix/debugging.md).
 
     python train.py --dtype float64 --steps 5 --record ours
-    python -m proof.compare ours theirs.jsonl
+    python -m proof compare ours theirs.jsonl
 
 The folder gets record.jsonl, in the format of proof/recorder.py, and step-N.safetensors with each
 step's batch. No layout changes a recording: the recorder's random projections are linear, so each
