@@ -438,7 +438,7 @@ class Exchange:
 
     def silence(self, rank):
         if not self.store.check([f"pid/{rank}"]):
-            return "has not joined the process group"
+            return "is silent: it has not joined the process group, or died soon after"
         host, pid = self.store.get(f"pid/{rank}").decode().split()
         if host == socket.gethostname() and not alive(int(pid)):
             return f"is gone: its process {pid} has died"

@@ -112,6 +112,7 @@ def dead_process(rank, world):
     x = torch.ones(8)
     for step in range(STEPS):
         if step == BAD and rank == 1:
+            time.sleep(1)
             os.kill(os.getpid(), signal.SIGKILL)
         dist.all_reduce(x)
 
