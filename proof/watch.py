@@ -144,13 +144,16 @@ class Watch:
             watched = step & (step - 1) == 0  # a power of two
             loss = sum(map(float, losses)) if losses and (on_host or watched) else None
             finite = loss is None or math.isfinite(loss)
-            if not finite:
-                self.bad.setdefault("loss", [f"of step {step}: {loss}"])
-            if watched or not finite and "gradient" not in self.bad:
+            if watched or not finite and "loss" not in self.bad:
                 named = self.models.parameters()
                 gradients = {name: p.grad for name, p in named.items() if p.grad is not None}
-                if bad := replicas.not_finite(gradients):
+                bad = replicas.not_finite(gradients)
+                if bad:
                     self.bad.setdefault("gradient", bad)
+                if not finite and gradients and not bad:
+                    loss = None  # torch's pipelining first tries a backward on unset memory
+                elif not finite:
+                    self.bad.setdefault("loss", [f"of step {step}: {loss}"])
             if watched:
                 self.note = {"step": step, "loss": loss, "with": [*gradients]}
 
