@@ -1,31 +1,32 @@
 """Fully sharded data parallelism (FSDP), ZeRO's stage 3: a rank keeps 1/N of every weight.
 
-    embed     ~##              ~~##rr        ~  all-gather of the unit's weights
-    block 0    ~~##          ~~##rr          #  they are whole, and the unit computes: forward,
-    block 1      ~~##      ~~##rr               then backward
-    block 2        ~~##  ~~##rr              r  reduce-scatter of its gradients
-    head             ~~####rr                   blank: a rank holds 1/N of the unit
+    embed     ~##                  ~##rr     ~  all-gather of the unit's weights
+    block 0      ~##            ~##rr        #  they are whole, and the unit computes: forward,
+    block 1         ~##      ~##rr              then backward
+    head               ~##~##rr              r  reduce-scatter of its gradients
+                                             blank: a rank holds 1/N of the unit
 
-Split     A unit is by default a block, the embedding or the head. Its parameters are one flat
-          tensor, of which a rank holds 1/N: its shard. So it is with gradients and Adam's states.
+Split     A unit is a block, the embedding or the head. Its parameters are one flat tensor, of
+          which a rank holds 1/N: its shard. So it is with gradients and Adam's states.
 Sent      Per micro-batch a unit's weights are gathered twice, for forward and backward, and its
-          gradients reduce-scattered once: each r P e bytes for P parameters of e bytes,
-          r = (N-1)/N. About 3 m r P e in m micro-batches. DDP sends 2 r P e. (In FSDP, below, the
-          last unit's weights stay from forward to backward.)
+          gradients reduce-scattered once. Each sends r P e bytes for P parameters of e bytes,
+          r = (N-1)/N: 3 m r P e in m micro-batches. DDP sends 2 r P e. In FSDP, below, the last
+          unit's weights, P' elements, stay from forward to backward: m r (3 P - P') e.
 Backward  Autograd's, unchanged. It saves views of the weights. The memory under them is freed (the
           storage is resized to 0), and filled again before backward reads it.
 Use       Where the weights don't fit, and a micro-batch has thousands of tokens: a gather hides
           behind long matmuls only (docs/learn/fsdp.md).
-Limits    A unit runs once per forward, or it is an error. Ranks run the same units in one order, or
-          they hang or gather the wrong weights.
-Copy      PlainFSDP alone, with zero.py's two names of collectives, or all with the top of zero.py.
-          zero_in_grid.py has HSDP.
+Limits    A unit runs once per forward. Ranks run the same units in one order, or they hang or
+          gather the wrong weights.
+Builds on zero.py: PlainFSDP on three functions of it, FSDP on ZeRO, whose stage 2 it is, but that
+          weights come and go.
 
-    torchrun --nproc_per_node=4 fsdp.py                         python fsdp.py --keep-gathered
+    torchrun --nproc_per_node=4 fsdp.py        (needs zero.py; model.py, to train and prove itself)
 
 Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054. Zhao et al. 2023, PyTorch FSDP, arXiv:2304.11277.
 """
 
+import argparse
 from functools import partial
 from itertools import pairwise
 
@@ -34,30 +35,24 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.utils._pytree import tree_leaves
 
-from zero import MasterBucket, ZeRO, all_gather_into_tensor, await_weights, reduce_scatter_tensor
+from zero import ZeRO, all_gather_into_tensor, await_weights, norm_of_shards, reduce_scatter_tensor
 
 # --- FSDP in its plainest form
 
 
 class PlainFSDP:
-    """The whole idea for one unit: four hooks, and computation waits for every message.
-
-        modules = model.embed, *model.blocks, model.head    # of a ModuleDict: blocks.values()
-        units = [PlainFSDP(module, group) for module in modules]
-        optimizer = torch.optim.AdamW([unit.shard for unit in units])
-        for x, y in batches:          # this rank's rows; target_count counts all ranks' targets
-            (cross_entropy(model(x), y, reduction="sum") / target_count).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    """One unit: four hooks, and computation waits for every message. An optimizer steps on the
+    shards of all units, and a clip needs the norm over all ranks: norm_of_shards.
 
     Before: all ranks have equal weights, in one dtype, on their device. Each parameter is in
-    exactly one unit (untie the head): in none it gets no sum and no step. A unit returns one
-    tensor, and each of its parameters gets a gradient in every backward pass; several passes before
-    a step add up. Save the shards, not model.state_dict(): its weights have no memory. Don't call
-    clip_grad_norm_: it sees one rank's shards, and each rank would scale by another factor."""
+    exactly one unit: in none it gets no sum and no step. A unit returns one tensor, and each of its
+    parameters gets a gradient in every backward pass; several passes before a step add up. Save the
+    shards, not model.state_dict(): its weights have no memory."""
 
     def __init__(self, module, group):
         self.group, self.parameters = group, list(module.parameters())
+        if any(p.untyped_storage().nbytes() == 0 for p in self.parameters):
+            raise ValueError("a parameter is in two units: untie it, or take FSDP")
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         size = sum(p.numel() for p in self.parameters)
         length = -(-size // ranks)  # of a shard, rounded up
@@ -104,90 +99,28 @@ class PlainFSDP:
         self.free()  # what has given these gradients was the last to read the weights
 
 
-# --- FSDP in full: stage 2, but weights come and go. The next unit's arrive while one computes
-
-
-class Unit:
-    """A module whose weights are gathered before it runs, forward or backward, and freed after. It
-    has a bucket for each kind of parameter (dtype, frozen or not). A tied matrix, of embedding and
-    head, has a bucket with two units: the second one in backward completes its gradient.
-
-    Activation checkpointing runs a unit's forward again inside its backward: its weights are there
-    then, and its hooks do nothing."""
-
-    def __init__(self, module):
-        self.module, self.buckets = module, []
-        self.previous = self.next = None  # its neighbours in the order of forward
-
-    def gather(self):
-        for bucket in self.buckets:
-            if not bucket.users:
-                bucket.gather()
-            bucket.users.add(self)
-
-    def release(self):
-        for bucket in self.buckets:
-            bucket.users.discard(self)
-            if not bucket.users:
-                bucket.free()
-
-
-class UnitBucket(MasterBucket):
-    """`weights` has memory while it has `users`, units that need it now.
-
-    The host runs ahead of a GPU, but memory is taken and freed in the order of the compute stream:
-    a gather waits for what is queued there, and free() makes the stream wait for the gather. So
-    nothing can write memory that a matmul still reads."""
-
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.users = set()
-        self.free()
-
-    def set_weights(self, full):
-        super().set_weights(full)
-        shard, self.shard = self.shard, self.shard.clone()  # it stays when the weights are freed
-        if self.master is shard:  # MasterBucket has not made a copy
-            self.master = self.shard
-
-    def start_update(self):
-        self.copy_master()  # the next forward gathers it
-
-    def gather(self):
-        self.weights.untyped_storage().resize_(self.weights.nbytes)
-        self.start_gather()
-
-    def free(self):
-        await_weights([self])
-        self.weights.untyped_storage().resize_(0)
+# --- the next unit's weights arrive while one computes
 
 
 class FSDP(ZeRO):
     """Trains `model` over `group`: a rank holds its shards, and the weights of two units in turn.
 
-        fsdp = FSDP(model, group, torch.optim.AdamW, microbatches=2)
-        for micro_batches, target_count in batches:    # the number of targets of all ranks
-            fsdp.zero_grad()
-            for x, y in micro_batches:                 # this rank's two
-                loss = cross_entropy(model(x), y, reduction="sum") / target_count
-                loss.backward()
-            fsdp.clip(fsdp.grad_norm(), 1.0)           # clip_grad_norm_ finds no p.grad
-            fsdp.step()                                # a scheduler goes on fsdp.optimizer
+        embed     ~##                      ##rr        drawn as above. A gather travels beside the
+        block 0    ~~##                ~~##rr          unit before it, a reduce-scatter beside the
+        block 1      ~~##          ~~##rr              unit after it. The last unit's weights stay
+        head           ~~######rr                      from forward to backward
+
+    A step is as with ZeRO. Two more options:
+
+    units    modules, in the order of forward; None: default_units(model)
+    reshard  False: weights stay from forward to backward. It sends a third less, and holds all
 
     A unit's parameters have memory inside its forward and backward only: reading them elsewhere
     ends the process with a segmentation fault (gather_full has copies). Those in no unit: as in
     stage 2. On a rank a unit may get no gradient where another rank's does. But not the last unit,
     nor two in a row whose outputs get none: all would wait for ever."""
 
-    def __init__(
-        self,
-        model,
-        group,
-        make_optimizer,
-        units=None,  # modules, in the order of forward; None: default_units(model)
-        reshard=True,  # False: weights stay until backward. It sends a third less, holds all
-        **options,  # of ZeRO and its buckets
-    ):
+    def __init__(self, model, group, make_optimizer, units=None, reshard=True, **options):
         self.reshard = reshard
         self.unit_in_backward = None  # the one whose backward is running
         self.done = set()  # units whose backward is over, in this pass
@@ -199,12 +132,12 @@ class FSDP(ZeRO):
                 self.units_of[p] += (unit,)
         # Stage 2 with a bucket per unit, of any size. It calls kind_of and make_bucket, below
         super().__init__(model, group, 2, make_optimizer, bucket_bytes=float("inf"), **options)
-        del self.units_of  # it would keep the unsplit parameters alive
         for unit in self.units:
             unit.module.register_forward_pre_hook(partial(self._before_forward, unit))
             unit.module.register_forward_hook(partial(self._after_forward, unit), with_kwargs=True)
         for module in model.modules():
-            module.register_state_dict_pre_hook(check_state_dict)
+            module.register_state_dict_pre_hook(refuse_state_dict)
+            module.register_load_state_dict_pre_hook(refuse_state_dict)
 
     def make_units(self, model, modules):
         units = [Unit(module) for module in (default_units(model) if modules is None else modules)]
@@ -217,11 +150,13 @@ class FSDP(ZeRO):
 
     def make_bucket(self, parameters, **options):
         units = self.units_of[parameters[0]]
-        bucket_class = UnitBucket if units else MasterBucket
-        bucket = super().make_bucket(parameters, bucket_class, **options)
+        bucket = super().make_bucket(parameters, stage=3 if units else 2, **options)
         bucket.units = units
+        if units:
+            bucket.users = set()  # the units that need its weights now
         for unit in units:
             unit.buckets.append(bucket)
+            unit.release()
         return bucket
 
     def _before_forward(self, unit, module, inputs):
@@ -272,7 +207,7 @@ class FSDP(ZeRO):
         self.held, self.unit_in_backward = (), None
         self.done.clear()
 
-    def running_units(self):  # zero_in_grid.py: those of one pipeline stage
+    def running_units(self):  # beside a pipeline: those of one stage
         return self.units
 
     def update_weights(self, buckets=None):
@@ -280,11 +215,41 @@ class FSDP(ZeRO):
         super().update_weights(buckets)
 
 
+class Unit:
+    """A module whose weights are gathered before it runs, forward or backward, and freed after. It
+    has a bucket for each kind of parameter (dtype, frozen or not). A tied matrix, of embedding and
+    head, has a bucket with two units: the second one in backward completes its gradient.
+
+    The host runs ahead of a GPU, but memory is taken and freed in the order of the compute stream:
+    a gather waits for what is queued there, and release() makes the stream wait for the gather. So
+    nothing can write memory that a matmul still reads."""
+
+    def __init__(self, module):
+        self.module, self.buckets = module, []
+        self.previous = self.next = None  # its neighbours in the order of forward
+
+    def gather(self):
+        for bucket in self.buckets:
+            if not bucket.users:
+                bucket.weights.untyped_storage().resize_(bucket.weights.nbytes)
+                bucket.start_gather()
+            bucket.users.add(self)
+
+    def release(self):
+        for bucket in self.buckets:
+            bucket.users.discard(self)
+            if not bucket.users:
+                await_weights([bucket])
+                bucket.weights.untyped_storage().resize_(0)
+
+
 def outputs_with_gradient(module, inputs, keyword_inputs, output):
     """The tensors of `output` whose gradients show that the module's backward begins. Not an input
     that is returned unchanged: its gradient is complete only after this backward."""
     tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
-    check_output(module, output, tensors)
+    if torch.is_grad_enabled() and not tensors:
+        found = f"{type(module).__name__} returned a {type(output).__name__}"
+        raise TypeError(f"{found}, in which FSDP finds no tensor: return tensors, or lists of them")
     unchanged = {id(t) for t in tree_leaves((inputs, keyword_inputs))}
     return [t for t in tensors if t.requires_grad and id(t) not in unchanged]
 
@@ -308,47 +273,93 @@ def has_forward(module):
     return type(module).forward is not nn.Module.forward
 
 
-# --- mistakes that would be silent: refused
-
-
-def check_output(module, output, tensors):
-    if torch.is_grad_enabled() and not tensors:
-        found = f"{type(module).__name__} returned a {type(output).__name__}"
-        raise TypeError(f"{found}. FSDP finds no tensor in it: return tensors, or lists of them")
-
-
-def check_state_dict(*_):
-    raise RuntimeError("state_dict() would read weights that are not here: use gather_full(...)")
+def refuse_state_dict(*_):
+    raise RuntimeError("a state_dict is of weights that are not here: use gather_full(...)")
 
 
 # --- demo ---
 
-import harness
-import proof
-import zero
-from harness import zero_flags
+from model import GPT, Config, OneProcess, Sent, join_ranks, leave, text_batch
 
 
 def main():
-    parser = harness.parser(__doc__)
-    g = parser.add_argument_group("FSDP")
-    zero_flags.add_flags(g, bucket_mb=None)
-    parser.set_defaults(stage=3)
+    parser = argparse.ArgumentParser(description="train a GPT in each form, and prove it")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--microbatches", type=int, default=2, help="of each rank, a step")
     args = parser.parse_args()
-    harness.configure(args)
-    proof.launch(demo, args, check=partial(zero_flags.check_world, args))
+    device = join_ranks()
+    for form in ("plain", "reshard", "keep gathered"):
+        train(form, args, device)
+    leave()
 
 
-def demo(run):
-    args = run.args
-    run.groups(dp=dist.group.WORLD)  # its name in the receipt
-    model = run.meta_model()  # FSDP fills it with weights, a unit at a time
-    options = zero_flags.options(run, model, stage=3)
-    options["make_optimizer"] = partial(harness.make_optimizer, args=args)
-    options["microbatches"] = args.microbatches
-    fsdp = FSDP(model, dist.group.WORLD, **options)
-    return zero.train(run, model, fsdp)  # the loop in FSDP's docstring
+def train(form, args, device):
+    group, m = dist.group.WORLD, args.microbatches
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)  # all ranks draw equal weights
+    model = GPT(Config(layers=2, width=32, context=32, tied=False)).to(device, torch.float64)
+    one = OneProcess(model, torch.optim.AdamW)
+    modules = [model.embed, *model.blocks.values(), model.head]
+    if form == "plain":
+        units = [PlainFSDP(module, group) for module in modules]
+        shards = [unit.shard for unit in units]
+        sharded = torch.optim.AdamW(shards)
+        size = sum(unit.weights.nbytes for unit in units)
+        text, times_r = "3 m r P e", 3 * m * size
+    else:
+        options = dict(units=modules, reshard=form == "reshard", microbatches=m)
+        sharded = FSDP(model, group, torch.optim.AdamW, **options)
+        size = sum(bucket.weights.nbytes for bucket in sharded.buckets)
+        last = sum(bucket.weights.nbytes for bucket in sharded.units[-1].buckets)
+        text, times_r = "m r (3 P - P') e", m * (3 * size - last)
+        if form == "keep gathered":
+            text, times_r = "2 m r P e", 2 * m * size
+    if rank == 0:
+        print(f"{form}, {ranks} ranks, {m} micro-batches")
+    for step in range(args.steps):
+        tokens, targets, count = text_batch(step, 2 * m * ranks + 1, 32, device)
+        rows = torch.arange(len(tokens)).tensor_split(ranks)[rank]  # unequally many
+        loss = torch.zeros_like(count, dtype=torch.float64)
+        with Sent() as sent:
+            sharded.zero_grad()
+            for micro_batch in rows.tensor_split(m):
+                x, y = tokens[micro_batch], targets[micro_batch]
+                part = model(x, targets=y, target_count=count)  # the sum over y, divided by count
+                part.backward()
+                loss += part.detach()
+            if form == "plain":
+                norm = norm_of_shards([shard.grad for shard in shards], group)
+                nn.utils.clip_grads_with_norm_(shards, 0.5, norm)
+            else:
+                sharded.clip(sharded.grad_norm(), 0.5)
+            sharded.step()
+        dist.all_reduce(loss)  # a rank has its part of the loss, as of the gradients
+        alone = one.train_step(tokens, targets, count, 0.5)
+        if form == "plain":
+            whole = gather_units(units)
+        else:
+            whole = [(p.data, p.grad) for _, p in sharded.gather_full(model.named_parameters())]
+        pairs = list(zip(one.model.named_parameters(), whole))
+        gradients = [(name, gradient, q.grad) for (name, q), (_, gradient) in pairs]
+        weights = [(name, weight, q.data) for (name, q), (weight, _) in pairs]
+        one.compare(step, loss, alone, gradients, weights)
+    r = (ranks - 1) / ranks
+    one.prove(sent, f"{text}, and the norm", r * times_r + 2 * r * 8)
+
+
+def gather_units(units):
+    """(weight, gradient) pairs in the order of PlainFSDP's units, unsplit."""
+    pairs = []
+    for unit in units:
+        weights, gradients = torch.empty_like(unit.weights), torch.empty_like(unit.weights)
+        all_gather_into_tensor(weights, unit.shard.detach(), group=unit.group)
+        all_gather_into_tensor(gradients, unit.shard.grad, group=unit.group)
+        end = 0
+        for p in unit.parameters:
+            start, end = end, end + p.numel()
+            pairs.append((weights[start:end].view_as(p), gradients[start:end].view_as(p)))
+    return pairs
 
 
 if __name__ == "__main__":
-    harness.script(main)
+    main()

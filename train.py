@@ -57,11 +57,20 @@ import receipts.pipeline
 import sequence_parallel
 import tensor_overlap
 import tensor_parallel
-import zero
 import zero_in_grid
 from harness import initialize, zero_flags
 from simulator import command
-from trainer import islands, layout, pretrained, recording, sampling, saving, tracking, validation
+from trainer import (
+    islands,
+    layout,
+    pretrained,
+    recording,
+    sampling,
+    saving,
+    tracking,
+    validation,
+    zero_options,
+)
 from trainer.large_vocabulary import lean_head
 from trainer.layout import cp_shape, open_groups, prepare, schedule_of
 from trainer.runner import Runner
@@ -256,13 +265,15 @@ def data_parallel(run, model, groups):
         hsdp=zero_flags.hsdp(groups),
         **zero_flags.options(run, model, args.zero, draw),
     )
+    if args.offload:
+        options["bucket_class"] = zero_options.OffloadedBucket
     if args.zero == 3:
         return zero_in_grid.FSDPInPipeline(model, dp, **options)
     sharded = zero_in_grid.ZeROInPipeline(model, dp, args.zero, **options)
     # Overlap: a unit waits for its new weights in its forward. Islands read all of them before
     if args.islands == 1:
         units = [unit for part in stages.values() for unit in fsdp.default_units(part)]
-        zero.wait_in_forward(sharded, units)
+        zero_options.wait_in_forward(sharded, units)
     return sharded
 
 

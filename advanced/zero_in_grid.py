@@ -45,7 +45,9 @@ class PlainZeROInGrid(PlainZeRO):
         split(model, tp)                # yours. It writes p.placement: see composition.py
         zero = PlainZeROInGrid(model, dp, torch.optim.SGD)
         for x, y in batches:            # of this row; target_count counts all rows' targets
+            zero.zero_grad()
             (cross_entropy(model(x), y, reduction="sum") / target_count).backward()
+            zero.reduce()
             zero.clip(zero.grad_norm([tp]), 1.0)
             zero.step()
 
@@ -53,7 +55,6 @@ class PlainZeROInGrid(PlainZeRO):
     step, because it completes partial sums. Experts need buckets of their own: ComposedZeRO."""
 
     def grad_norm(self, groups):
-        self.reduce()  # step() does it again, and adds zeros
         rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         parts, end = [], -rank * len(self.shard)
         for p in self.parameters:
@@ -182,7 +183,6 @@ class InPipeline:
             for p in part.parameters():
                 self.stages_of[p] += (stage,)
         super().__init__(model, group, *arguments, **options)
-        del self.stages_of  # ZeRO has put new parameters into the model
 
     @contextlib.contextmanager
     def around(self, action):

@@ -10,8 +10,8 @@ import harness
 
 ROWS = [
     "train.py --dp 4",
-    "zero.py --stage 2",
-    "fsdp.py",
+    "train.py --dp 4 --zero 2",
+    "train.py --dp 4 --zero 3",
     "tensor_parallel.py",
     "sequence_parallel.py",
     "zero_bubble.py --layers 8 --schedule 1f1b",
@@ -32,8 +32,9 @@ def main():
     harness.Parser(__doc__).parse_args()
     print("| | sent a step | held, beside one process | error |\n|---|---|---|---|")
     for command in ROWS:
-        flags = f"{command} --device cpu --dtype float64 --steps 3 --quiet --nproc"
-        one, four = (benchmarks.receipt(f"{flags} {ranks}") for ranks in (1, 4))
+        flags = f"{command} --device cpu --dtype float64 --steps 3 --quiet --nproc 4"
+        alone = flags.replace("--nproc 4", "--nproc 1").replace("--dp 4", "--dp 1")
+        one, four = benchmarks.receipt(alone), benchmarks.receipt(flags)
         sent = sum(row["wire_bytes"] for row in four["sent"]) / 1e6
         size = f"{held(four) / 1e6:.1f} of {held(one) / 1e6:.1f} MB, {held(four) / held(one):.2f}"
         error = four["max_error"]["grad"]

@@ -200,11 +200,9 @@ def matrices_of(model):
 
 
 def our_zero(stage, job):
-    model = job.model()
-    if stage == 3:
-        sharded = fsdp.FSDP(model, job.group, job.optimizer)
-    else:
-        sharded = zero.ZeRO(model, job.group, stage, job.optimizer)
+    model, options = job.model(), dict(reduce_scatter=harness.reduce_scatter)  # gloo's is slow
+    kind = fsdp.FSDP if stage == 3 else partial(zero.ZeRO, stage=stage)
+    sharded = kind(model, job.group, make_optimizer=job.optimizer, **options)
     step = stepper(sharded.zero_grad, model, job.rows(job.count), sharded.finish, sharded.step)
     return Side(step, lambda: sharded.gather_full(model.named()))
 

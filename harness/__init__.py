@@ -19,7 +19,15 @@ from harness.flags import (
     quantity,
     real,
 )
-from harness.optimizer import all_reduce, clip, grad_norm, learning_rate, make_optimizer, sum_over
+from harness.optimizer import (
+    all_reduce,
+    clip,
+    grad_norm,
+    learning_rate,
+    make_optimizer,
+    reduce_scatter,
+    sum_over,
+)
 from harness.placement import placement, take
 from harness.plots import check_plot, plot_flag, pyplot, save
 from harness.presets import parameter_count

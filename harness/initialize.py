@@ -45,12 +45,20 @@ def draw(name, shape, init, seed):
 
 def initial(model, seed, device="cpu", dtype=torch.float32, take=take, draw=draw):
     """A function from a parameter of a model on the meta device to its initial value. Buffers (a
-    router's bias and load) get their zeros at once.
+    router's bias and load) get their zeros at once. Parameters get a place on the device, but no
+    memory: p.data = value(p).
 
     Each parameter is drawn whole, one at a time, and take(whole, p) returns this device's piece.
     Another `draw` may know other values, such as those of a trained model."""
-    names = {p: name for name, p in model.named()}
+    names, placed = {}, {}
+    for name, p in model.named():
+        one = torch.empty((), device=device, dtype=dtype)  # seen in the shape of p
+        placed[p] = nn.Parameter(one.expand(p.shape), requires_grad=p.requires_grad)
+        placed[p].__dict__.update(p.__dict__)  # init and placement
+        names[placed[p]] = name
     for module in model.modules():
+        for name, p in list(module.named_parameters(recurse=False)):
+            setattr(module, name, placed[p])  # a tied matrix in two modules
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, torch.zeros_like(buffer, device=device))
 
@@ -65,13 +73,9 @@ def initial(model, seed, device="cpu", dtype=torch.float32, take=take, draw=draw
 def fill(model, *options, **others):
     """Give each parameter of a model on the meta device its memory and value. Returns the model.
     The arguments are those of `initial`."""
-    filled, value = {}, initial(model, *options, **others)
+    value = initial(model, *options, **others)
     for _, p in model.named():
-        filled[p] = nn.Parameter(value(p), requires_grad=p.requires_grad)
-        filled[p].__dict__.update(p.__dict__)  # init and placement
-    for module in model.modules():
-        for name, p in list(module.named_parameters(recurse=False)):
-            setattr(module, name, filled[p])  # a tied matrix in two modules
+        p.data = value(p)
     return model
 
 

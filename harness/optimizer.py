@@ -7,6 +7,9 @@ import torch.distributed as dist
 
 from harness.placement import count, is_within, placement
 
+# torch 2.13 renamed it
+reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def learning_rate(step, args):
     """Linear warm-up to lr. Then lr, or if args has a min_lr, a cosine that ends there at the last
@@ -64,6 +67,27 @@ def all_reduce(tensor, group, async_op=False):
     """dist.all_reduce, but not in a group of one rank, for which nccl would hold a communicator."""
     if dist.get_world_size(group) > 1:
         return dist.all_reduce(tensor, group=group, async_op=async_op)
+
+
+class GlooReduceScatter:
+    """An asynchronous reduce-scatter of all-to-alls, because gloo's own sends as many bytes as an
+    all-reduce. Each rank gets the shards that are for it, and wait() adds them up."""
+
+    def __init__(self, shard, full, group):
+        self.shard, self.received = shard, torch.empty_like(full)
+        self.work = dist.all_to_all_single(self.received, full, group=group, async_op=True)
+
+    def wait(self):
+        self.work.wait()
+        torch.sum(self.received.view(-1, len(self.shard)), 0, out=self.shard)
+
+
+def reduce_scatter(shard, full, group):
+    """zero.py's reduce_scatter: starts to sum `full` over the group, of which a rank gets its
+    shard. The rest of `full` is of no use afterwards."""
+    if dist.get_backend(group) == "gloo":
+        return GlooReduceScatter(shard, full, group)
+    return reduce_scatter_tensor(shard, full, group=group, async_op=True)
 
 
 def clip(parameters, norm, limit):

@@ -5,6 +5,7 @@ import torch.distributed as dist
 
 from harness import initialize
 from harness.flags import DTYPE, DTYPES, MEGABYTES, check_batch, count, flag_of
+from harness.optimizer import reduce_scatter
 from harness.refusal import Refused
 
 
@@ -21,8 +22,6 @@ def add_flags(group, bucket_mb, ranks_flag=None):
     group.add_argument("--reduce-once", action="store_true", help=why)
     why = "ZeRO 3: keep weights from forward until backward: sends a third less, holds all of them"
     group.add_argument("--keep-gathered", action="store_true", help=why)
-    why = "master weights and optimizer states in the host's memory"
-    group.add_argument("--offload", action="store_true", help=why)
     why = "type of weights, gradients and activations; the optimizer's weights stay in --dtype"
     group.add_argument("--param-dtype", **DTYPE, help=f"{why} (default: --dtype)")
     why = "type in which gradients are summed over ranks and micro-batches (default: --param-dtype)"
@@ -92,7 +91,7 @@ def options(run, model, stage, draw=initialize.draw):
         "value": run.initial(model, draw),
         "param_dtype": DTYPES.get(args.param_dtype),
         "reduce_dtype": DTYPES.get(args.reduce_dtype),
-        "offload": args.offload,
+        "reduce_scatter": reduce_scatter,
         "reduce_each": not args.reduce_once,
     }
     if stage == 3:

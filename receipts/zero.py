@@ -92,7 +92,7 @@ def states_held(sizes, stage, flags, buckets):
         states = [total + bucket.size * size for total, size in zip(states, each)]
         states[2] -= bucket.padding * sizes.moments * sizes.master  # padding has no moments
     texts = ["P e / N" if stage >= first else "P e" for first in (3, 2, 1)]
-    texts[2] = f"{copies} {texts[2]}" + (", on the host" if flags.offload else "")
+    texts[2] = f"{copies} {texts[2]}" + (", on the host" if getattr(flags, "offload", 0) else "")
     return dict(zip(("parameters", "gradients", "optimizer"), zip(states, texts)))
 
 
@@ -222,12 +222,3 @@ def of_demo(run, dp=None, n=None):
         text = "all units" if args.keep_gathered else "the largest two units that follow each other"
         held["gathered_peak"] = peak * sizes.e, text, run.ledger.gathered_peak
     return layout, sent, held
-
-
-def fit(memory=80e9, ranks=64):
-    """Print for each stage the largest model whose states fit, by the formulas."""
-    print(f"{memory / 1e9:.0f} GB a rank, {ranks} ranks, bf16 with Adam in fp32")
-    for stage in range(4):
-        each = sum(model_states(stage, ranks))
-        largest = memory / each / 1e9
-        print(f"  stage {stage}: {each:7.4g} bytes a parameter, at most {largest:.1f} B parameters")

@@ -55,9 +55,7 @@ TABLE = {
 2 own adamw data="fsdp", microbatches=3, units={in_wrong_order|recomputed_inside_hooks}
 2 own adamw data="fsdp", microbatches=3, units=recomputed_outside_hooks
 2 own adamw data="fsdp", microbatches=3, units=partial(recomputed_outside_hooks, together=2)
-2 own adamw data="{zero 1|fsdp}", microbatches=3, offload=True
-2 own adamw data="zero 2", microbatches=3, native=True
-2 mlp sgd data="zero 2", param_dtype=torch.float32{|, offload=True}
+2 mlp sgd data="zero 2", param_dtype=torch.float32
 2 mlp sgd use=Probed, {data="zero 1"|data="fsdp"|data="fsdp", reshard=False}
 """,
     "muon": """
@@ -260,12 +258,9 @@ def assert_trained(named, whole, piece=lambda full, p: full):
     "files, of, model, optimizer",
     [
         ("ddp", "README", "torch", "sgd"),
-        ("zero", "PlainZeRO", "torch", "adamw"),
-        ("zero", "ZeRO", "torch", "AdamW"),
-        ("zero fsdp", "FSDP", "torch", "AdamW"),
         ("muon", "Muon", "torch", "Muon"),
         ("composition", "sum_in_grid", "torch", "AdamW"),
-        ("zero fsdp composition zero_in_grid", "PlainZeROInGrid", "torch", "adamw"),
+        ("zero fsdp composition zero_in_grid", "PlainZeROInGrid", "trainable", "adamw"),
     ],
 )
 def test_usage_of_data_parallelism(copied, files, of, model, optimizer):
@@ -274,18 +269,13 @@ def test_usage_of_data_parallelism(copied, files, of, model, optimizer):
 
     def work(rank):
         module = importlib.import_module(files.split()[-1])
-        plain_zero = of.startswith("PlainZeRO")
+        plain_zero = of == "PlainZeROInGrid"
         whole_steps = of == "README" or plain_zero
         use = Layout(MODELS[model](), optimizer, microbatches=1 if whole_steps else 2)
-        if of == "serve":  # one worker is one process
-            use.shares, use.share = 1, 0  # all rows
         names = loop_names(use, module) | {"make": use.make_optimizer, "steps": STEPS}
         if of.endswith("Grid"):
             names["groups_along"] = importlib.import_module("composition").groups_along
         names |= dict(t=1, split=lambda model, tp: None)
-        for p in use.model.parameters():
-            if of == "sum_gradients" or of == "push" and p.requires_grad:
-                p.data += rank
         code = textwrap.dedent(readme.partition("\n## All of them")[0])
         if of == "README":
             names["batches"] = [(*part, count) for [part], count in names["batches"]]
@@ -295,19 +285,15 @@ def test_usage_of_data_parallelism(copied, files, of, model, optimizer):
             names["target_count"] = names["batches"][0][1]
             names["batches"] = [part for [part], _ in names["batches"]]
         exec(code, names)
-        weights, clips = use.named(), of.endswith(("ZeRO", "FSDP", "Muon")) and not plain_zero
-        clipped = clips or of in ("sum_in_grid", "PlainZeROInGrid")
-        whole = one_process(model, optimizer, limit=1.0 if clipped else 0)
-        if clips:
-            sharded = names[of.lower()]
-            weights = dict(sharded.gather_full([*weights.items()]))
-        if of in ("push", "serve") or plain_zero:  # no rank has all gradients
+        weights, clips = use.named(), of in ("Muon", "sum_in_grid", "PlainZeROInGrid")
+        whole = one_process(model, optimizer, limit=1.0 if clips else 0)
+        if of == "Muon":
+            weights = dict(names["muon"].gather_full([*weights.items()]))
+        if plain_zero:  # no rank has all gradients
             whole = None, dict.fromkeys(whole[1]), whole[2]
-        if of not in ("push", "serve") or rank == 0:
-            assert_trained(weights, whole)
-            assert of != "serve" or (names["worker"], names["staleness"]) == (1, 0)
+        assert_trained(weights, whole)
 
-    copied(files, 2 if of == "serve" else 3, work)
+    copied(files, 3, work)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -316,38 +302,18 @@ def test_micro_batches_of_plain_zero(zero, fsdp, tp, sp, overlap, composition, i
     use = Layout(MODELS["heads"](), "SGD", tp=2, tensor="sequence")
     plain = in_grid.PlainZeROInGrid(use.model, use.data, use.make_optimizer)
     for x, y, count in (batch(step, use.length) for step in range(STEPS)):
-        for i, part in enumerate(use.parts(x, y)):
-            if stage == 2 and i > 0:
-                plain.reduce()
+        plain.zero_grad()
+        for part in use.parts(x, y):
             use.backward(*part, count)
+            if stage == 2:
+                plain.reduce()
+        if stage == 1:
+            plain.reduce()
         plain.clip(plain.grad_norm([use.tp]), LIMIT)
         plain.step()
     weights = one_process("heads", "SGD")[2]
     for name, p in use.named().items():
         torch.testing.assert_close(p.detach(), piece(weights[name], cuts_of(p)), atol=1e-10, rtol=0)
-
-
-@on_top_of("zero fsdp", 3)
-def test_usage_of_plain_fsdp(zero, fsdp):
-    use = Layout(MODELS["trainable"](), "AdamW", microbatches=1)
-    embed, *blocks, head = (use.model[i] for i in (0, 1, 3, 4, 6))
-    vars(use.model).update(embed=embed, blocks=blocks, head=head)
-    names = loop_names(use, fsdp)
-    names |= dict(target_count=names["batches"][0][1], batches=[x for [x], _ in names["batches"]])
-    units = run_usage(fsdp.PlainFSDP, **names)["units"]
-    with torch.no_grad():
-        use.model(batch(0, LENGTH)[0])
-    assert not any(unit.weights.untyped_storage().nbytes() for unit in units)
-    assert all(p.grad is None for p in use.model.parameters())
-    weights = []
-    for unit in units:
-        shards = [torch.empty_like(unit.shard) for _ in range(3)]
-        dist.all_gather(shards, unit.shard.detach())
-        sizes, end = [p.numel() for p in unit.parameters], sum(p.numel() for p in unit.parameters)
-        for p, full in zip(unit.parameters, torch.cat(shards)[:end].split(sizes)):
-            weights.append(full.view(p.shape))
-    expected = one_process("trainable", "AdamW", limit=0)[2]
-    torch.testing.assert_close(weights, [*expected.values()], rtol=1e-8, atol=1e-8)
 
 
 @on_top_of("tensor_parallel sequence_parallel tensor_overlap", 2)

@@ -80,7 +80,7 @@ REFUSED = r"""
 train --family llama --kv-heads 2 --tp 3 -> 2 kv-heads.*3 tensor-parallel.*1 or 2,
 train --pp 5 -> 4 layers are too few for 5 pipeline stages
 train --tokens 15e12 -> --tokens means nothing without --dry-run
-zero --stage 1 --keep-gathered -> means nothing in stage 1: use --stage 3
+zero_in_grid --stage 1 --keep-gathered -> means nothing in stage 1: use --stage 3
 train --dp 2 --microbatches 3 -> --batch 16.*2 data-parallel ranks x 3.*--batch could be 18
 train --compile --recompute half -> does not go with --recompute half.*selective
 train --preset gpt5 -> unknown preset 'gpt5'.*tiny
@@ -132,8 +132,8 @@ muon --json folder -> --json folder can't be written
 muon --json pipe -> --json pipe can't be written
 train --log-to /dev/full -> --log-to /dev/full can't be written
 train --param-dtype float16 -> float16 would need a loss scale: use bfloat16, or float32
-zero --param-dtype float64 -> is finer than --dtype float32
-fsdp --dtype bfloat16 --param-dtype float32 -> give a finer --dtype
+zero_in_grid --nproc 2 --param-dtype float64 -> is finer than --dtype float32
+zero_in_grid --nproc 2 --stage 3 --dtype bfloat16 --param-dtype float32 -> give a finer --dtype
 diloco --nproc 2 --sync-every 2 --stream 3 -> --sync-every 3 or more
 diloco --nproc 2 --sync-every 2 --stream-delay 2 -> less than --sync-every 2
 diloco --nproc 2 --outer-momentum 1 -> less than 1

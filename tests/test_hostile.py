@@ -36,7 +36,7 @@ def end(*_, **__):
 def nothing_starts(monkeypatch, tmp_path):
     """Scripts go as far as their checks: no rank, no other process, no simulation, no picture. The
     text is a small one: each command line reads it."""
-    from receipts import pipeline, zero
+    from receipts import pipeline
     from simulator import command, dryrun, layouts
 
     monkeypatch.chdir(tmp_path)
@@ -45,7 +45,6 @@ def nothing_starts(monkeypatch, tmp_path):
         (start, "start_ranks"),
         (command, "play_all"),
         (dryrun, "play_brief"),
-        (zero, "fit"),
         (pipeline, "simulate"),
     ):
         monkeypatch.setattr(module, name, end)

@@ -60,8 +60,7 @@ CEILINGS = {
 }
 DEMO = "# --- demo ---"
 # Demos that a lesson runs for another one, as `ddp.py --sync server`, and parts of demos
-HANDED_OVER = {"fsdp.demo", "zero.train"}
-HANDED_OVER |= {"composition.launch", "zero_in_grid.train"}
+HANDED_OVER = {"composition.launch", "zero_in_grid.train"}
 HANDED_OVER |= {"context_parallel.launch", "sequence_parallel.check_tokens"}
 
 

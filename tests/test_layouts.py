@@ -60,6 +60,7 @@ sgd       --dp 3 --microbatches 2 --bucket-mb 0.01 --steps 3
 llama     --tp 4 --microbatches 2 --recompute block
 dropout   --pp 4 --schedule gpipe --microbatches 1 DEEP
 llama     --dp 3 --zero 3 --microbatches 2 --recompute block --steps 3
+gpt2      --dp 3 --zero 3 --microbatches 2 --keep-gathered --reduce-once --offload
 by-3      --tp 3 --sp --dp 2 --zero 3 --microbatches 2
 by-3      --tp 3 --sp --gather-again
 a-token-each --tp 3 --sp --microbatches 2

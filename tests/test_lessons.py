@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 
 import pytest
 from conftest import ROOT, one_of_two
@@ -22,6 +23,8 @@ LESSONS = {
     "ddp": ("model", (2, 3, 4)),
     "parameter_server": ("model", (2, 3, 4)),
     "pipeline": ("model", (2, 3, 4)),
+    "zero": ("model", (2, 3, 4)),
+    "fsdp": ("model zero", (2, 3, 4)),
 }
 BUGS = [bug for bug in exercises.load() if bug.name in LESSONS]
 
@@ -96,7 +99,7 @@ def test_a_copied_lesson_proves_itself(tmp_path, lesson, ranks):
     assert codes == {0}, said
     lines = [line for line in said.splitlines() if line]
     assert ": proven, to " in lines[-1] and "NOT" not in said and "Warning" not in said
-    assert len(set(lines)) == len(lines) or lesson in ("ddp", "pipeline"), said
+    assert max(Counter(lines).values()) <= said.count(": proven, to "), said  # one per form
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: f"{bug.file}-{BUGS.index(bug)}")

@@ -1,10 +1,11 @@
-"""zero.py and fsdp.py against PyTorch's FSDP2; mixed precision; memory; the demos."""
+"""zero.py and fsdp.py against PyTorch's FSDP2; mixed precision; memory; zero_in_grid.py's demo."""
 
 import argparse
 import copy
 import functools
 import importlib
 import json
+import re
 import weakref
 from unittest import mock
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from conftest import ROOT
 from reference import CONFIGS, batch, case, make_optimizer, plain_forward, train_rank
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,6 +28,7 @@ from harness import initialize, presets, zero_flags
 from proof.ledger import lasting
 from receipts import zero as zero_bytes
 from receipts.formulas import Group, Sizes
+from trainer import zero_options
 
 
 def rows_of_rank():
@@ -75,7 +78,7 @@ def test_equals_pytorch(ranks):
         make = functools.partial(make_optimizer, kind="adamw")
         sharded = shard(model, dist.group.WORLD, stage, make, bucket_bytes=20000)
         if late:
-            zero.wait_in_forward(sharded, fsdp.default_units(model))
+            zero_options.wait_in_forward(sharded, fsdp.default_units(model))
         pending = []
 
         def forward(*given):
@@ -106,7 +109,7 @@ def test_equals_pytorch(ranks):
         # The other weights of its bucket are read without a wait
         two = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         one_waits = zero.ZeRO(two, dist.group.WORLD, 1, torch.optim.SGD)
-        zero.wait_in_forward(one_waits, two[:1])
+        zero_options.wait_in_forward(one_waits, two[:1])
         assert one_waits.awaited == one_waits.buckets
 
     ranks(2, work)
@@ -172,19 +175,21 @@ def test_mixed_precision(ranks, reduce_dtype, accumulate):
 
 
 def test_shards_are_the_model_and_differ(ranks):
-    """Of a model without memory, which is never whole: values are asked for one at a time."""
+    """Of a model without memory, which is never whole: values are drawn one at a time."""
 
     def work(rank):
         with torch.device("meta"):
             model = gpt.GPT(CONFIGS["llama"])
-        names, drawn = {p: name for name, p in model.named()}, []
+        drawn = []
 
-        def value(p):
-            drawn.append(p)
-            return initialize.draw(names[p], p.shape, p.init, 7).double()
+        def draw(name, *given):
+            drawn.append(name)
+            return initialize.draw(name, *given)
 
+        value = initialize.initial(model, 7, dtype=torch.float64, draw=draw)
+        assert all(p.untyped_storage().nbytes() == 8 for p in model.parameters())
         sharded = fsdp.FSDP(model, dist.group.WORLD, torch.optim.SGD, value=value)
-        assert len(drawn) == len(names)
+        assert len(drawn) == len(list(model.named()))
         assert all(p.untyped_storage().nbytes() == 0 for p in model.parameters())
         assert all(isinstance(p, nn.Parameter) and p.init for p in model.parameters())
         pairs = [dist.new_group(pair) for pair in ([0, 1], [1, 2])]
@@ -256,13 +261,13 @@ def test_stages_2_and_3_hold_the_gradients_of_two_buckets(ranks):
     ranks(2, work)
 
 
-def test_the_parameters_that_were_there_are_freed(ranks):
-    """The views take their place. Somebody who kept them would hold the model twice."""
+def test_the_memory_that_was_there_is_freed(ranks):
+    """Else the model is held twice."""
 
     def work(rank):
         for stage in range(4):
             model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
-            before = [weakref.ref(p) for p in model.parameters()]
+            before = [weakref.ref(p.untyped_storage()) for p in model.parameters()]
             sharded = shard(model, dist.group.WORLD, stage, torch.optim.SGD)
             assert sharded.stage == min(stage, 2) and [p() for p in before] == [None] * 6
 
@@ -300,10 +305,11 @@ def test_the_formulas_of_bytes_are_the_papers():
         }
 
 
-def test_fit(capsys):
-    zero_bytes.fit()
-    _, *rows = capsys.readouterr().out.splitlines()
-    assert [row.split()[-3] for row in rows] == ["5.0", "19.1", "36.1", "320.0"]
+def test_what_fits_is_on_the_page():
+    page = (ROOT / "docs/learn/memory.md").read_text()
+    for stage in range(4):
+        each = sum(zero_bytes.model_states(stage, 64))
+        assert re.search(rf"^\| {stage} \| .*\| {each:.3g} \| {80 / each:.1f} B \|$", page, re.M)
 
 
 # --- the pieces it is made of
@@ -330,19 +336,16 @@ def test_buckets_in_the_order_in_which_they_are_full():
     assert lists[0][0] is parameters[2] and lists[2][0] is parameters[3]
 
 
-# --- the demo: its receipt compares what is sent and held with the formulas, to the byte
+# --- demos: a receipt compares what is sent and held with the formulas, to the byte
 
 FLAGS = "--layers 3 --width 32 --heads 4 --context 16 --batch 12 --steps 3 --grad-clip 0.1"
 FLAGS += " --dtype float64 --quiet"
 DEMOS = {
     3: [
-        "zero --stage 0",
-        "zero --stage 1 --optimizer sgd --lr 0.3",
-        "zero --stage 2 --family llama --dropout 0.1 --steps 2",
-        "zero --stage 3 --microbatches 1",
-        "zero --stage 3 --optimizer sgd --lr 0.3 --keep-gathered --reduce-once --offload",
-        "zero --stage 2 --param-dtype bfloat16 --prove 0 --dtype float32",
-        "zero --stage 3 --param-dtype bfloat16 --reduce-dtype float32 --prove 0 --dtype float32",
+        "zero_in_grid --tp 1 --stage 2 --param-dtype bfloat16 --prove 0 --dtype float32",
+        "zero_in_grid --tp 1 --stage 3 --param-dtype bfloat16 --reduce-dtype float32 --prove 0"
+        " --dtype float32",
+        "zero_in_grid --tp 1 --stage 3 --keep-gathered --reduce-once --optimizer sgd --lr 0.3",
     ],
     4: [
         "composition --tp 2 --microbatches 3 --family llama --kv-heads 2 --optimizer sgd",
@@ -378,14 +381,14 @@ def test_demo(ranks, text, world):
 def test_the_receipt_tells_what_stage_3_gathers(script, tmp_path, monkeypatch):
     """A real run, because the receipt's exit code is what counts: 2 ranks, twice."""
     out = tmp_path / "receipt.json"
-    flags = "--stage 3 --nproc 2 --layers 2 --width 16 --context 8 --batch 8 --steps 2"
+    flags = "--tp 1 --stage 3 --nproc 2 --layers 2 --width 16 --context 8 --batch 8 --steps 2"
     flags += f" --dtype float64 --quiet --json {out}"
-    code, said = script("zero", flags)
+    code, said = script("zero_in_grid", flags)
     row = json.loads(out.read_text())["held"]["gathered_peak"]
     assert code == 0 and row["ok"] and row["bytes"] == row["formula_bytes"] > 0, said
     # One unit, the whole model: the numbers are right, but all weights are there at once
     monkeypatch.setattr(fsdp, "default_units", lambda model: [model])
-    code, said = script("zero", flags)
+    code, said = script("zero_in_grid", flags)
     result = json.loads(out.read_text())
     assert code == 1 and not result["held"]["gathered_peak"]["ok"], said
     assert result["held"]["gathered_peak"]["bytes"] > row["bytes"]

@@ -3,7 +3,6 @@ them. `Layout` says how many ranks share what, cuts the model and trains it. Ran
 `import ddp` finds the top alone (tops.py)."""
 
 import functools
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -222,7 +221,7 @@ class Layout(OneProcess):
         self.links = own_links(pp.make_links, tuple(map(tuple, pipelines)))
         pp.open_links(self.links, self.schedule, "cpu")
 
-    def wrap(self, way="overlapped", units=None, native=False, **options):
+    def wrap(self, way="overlapped", units=None, **options):
         """Make what sums gradients over the data-parallel ranks and takes the step."""
         kind, self.sync, self.sharded = self.kind, None, None
         if kind == "ddp":
@@ -254,9 +253,6 @@ class Layout(OneProcess):
                 make = functools.partial(zero_in_grid.ZeROInPipeline, *arguments)
                 options = {"bucket_bytes": 1000} | options
             self.sharded = make(self.make_optimizer, **options)
-            if native:  # reduce-scatter as on nccl
-                nccl = mock.patch.object(dist, "get_backend", lambda group: "nccl")
-                self.run, self.finish = nccl(self.run), nccl(self.finish)
             if "param_dtype" in options:
                 self.tolerance = dict(rtol=1e-4, atol=1e-5, check_dtype=False)
         elif kind:

@@ -56,6 +56,8 @@ def add_flags(parser):
     why = "what replicas split: 1 optimizer states, 2 gradients too, 3 weights too (FSDP)"
     g.add_argument("--zero", type=int, choices=range(4), default=0, help=why)
     zero_flags.add_flags(g, bucket_mb=25, ranks_flag="--zero-ranks")
+    why = "master weights and optimizer states in the host's memory"
+    g.add_argument("--offload", action="store_true", help=why)
     why = "run norms and GELU again in backward, half of the products too, or all: to hold less"
     g.add_argument("--recompute", choices=harness.RECOMPUTATIONS, default="none", help=why)
     g = parser.add_argument_group("the loop")
