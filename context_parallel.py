@@ -20,17 +20,17 @@ Sent      Per rank and block: K and V make N - 1 hops in forward, and again in b
           r = (N-1)/N, C_kv is the width of K, e bytes per element, a = max(e, 4).
 Backward  Forward keeps lse, the logarithm of a query's softmax denominator over all keys. Then
           e^(score - lse) is the final probability, and a tile's gradients need no other tile.
-Kinds     ring: any N. gather: the simplest, all K and V at once, and it holds them all. ulysses:
-          tokens traded for heads, if N divides these; 4 r (C + C_kv) e B T / N bytes, so less with
-          more ranks. ring-ulysses: both.
-Use       Where one sequence's activations don't fit (docs/learn/long-sequences.md has the bound).
+Limits    Worth it where one sequence's activations don't fit on a rank. A tile should take longer
+          than the next keys' way (docs/learn/long-sequences.md). With many ranks it sends less to
+          trade tokens for heads: advanced/ulysses.py.
 
-    torchrun --nproc_per_node=4 context_parallel.py        python context_parallel.py --kind ulysses
+    torchrun --nproc_per_node=4 context_parallel.py    (needs model.py, to train and prove itself)
 
-Liu et al. 2023, Ring attention, arXiv:2310.01889; Jacobs et al. 2023, Ulysses, arXiv:2309.14509.
-The zigzag: github.com/zhuzilin/ring-flash-attention, issue 2 (2024).
+Liu et al. 2023, Ring attention, arXiv:2310.01889. The zigzag: zhuzilin/ring-flash-attention, issue
+2 (2024). All keys gathered at once: Llama 3, arXiv:2407.21783, section 3.3.2.
 """
 
+import argparse
 import math
 from typing import NamedTuple
 
@@ -59,23 +59,26 @@ class PlainRingAttention(torch.autograd.Function):
         for step in range(n):  # kv is that of rank - step. Higher ranks have later keys
             if step <= rank:
                 add_tile(out, lse, *attention(q, *kv, causal=step == 0))
-            kv = pass_on(kv, group)
-        ctx.save_for_backward(q, kv, out, lse)  # after n hops kv is this rank's own again
+            if step < n - 1:
+                kv = pass_on(kv, group)
+        ctx.save_for_backward(q, k, v, out, lse)
         ctx.group = group
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        q, kv, out, lse = ctx.saved_tensors
+        q, k, v, out, lse = ctx.saved_tensors
         rank, n = dist.get_rank(ctx.group), dist.get_world_size(ctx.group)
+        kv = torch.stack((k, v))
         dq, dkv = torch.zeros_like(q), torch.zeros_like(kv)
         for step in range(n):
             if step <= rank:
                 dq_tile, dk, dv = attention_gradients(grad, q, *kv, out, lse, causal=step == 0)
                 dq += dq_tile
                 dkv += torch.stack((dk, dv))
-            kv = pass_on(kv, ctx.group)
+            if step < n - 1:
+                kv = pass_on(kv, ctx.group)
             dkv = pass_on(dkv, ctx.group)  # gradients travel with their keys
         return dq, *dkv, None  # after n hops they are at home
 
@@ -117,8 +120,6 @@ def masked_scores(q, k, causal):
 def pass_on(tensor, group):
     """Send a tensor to the next rank of the ring. Returns what the rank before has sent."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
-    if n == 1:
-        return tensor
     received = torch.empty_like(tensor)
     messages = [
         dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % n),
@@ -129,43 +130,28 @@ def pass_on(tensor, group):
     return received
 
 
-# --- in a model of yours: a zigzag, the next keys travel meanwhile, any number of kv-heads
+# --- for any model: work is even, the next keys travel meanwhile, any number of kv-heads
 
 
-class GroupModule(nn.Module):
-    """A module that talks to its counterparts on the other ranks of a group."""
-
-    def __init__(self, group):
-        super().__init__()
-        self.group, self.rank, self.n = group, dist.get_rank(group), dist.get_world_size(group)
-
-
-class Ring(GroupModule):
+class Ring(nn.Module):
     """In place of attention's core: ring attention over `group`, q (B, H, T', D), k and v
-    (B, H_kv, T', D) -> (B, H, T', D).
+    (B, H_kv, T', D) -> (B, H, T', D). It has no parameters: one serves all layers.
 
-        ring = Ring(group)                              # no parameters: one serves all layers
-        model = Decoder(ring)                           # yours; each layer calls ring(q, k, v)
-        held = ring.positions(T).to(tokens.device)      # (T',): positions held by this rank
-        x = shard_sequence(tokens, held)                # (B, T) -> (B, T')
-        y = shard_sequence(targets, held, fill=-100)    # targets are shifted before the cut
-        logits = model(x, held.clamp(max=T - 1))        # padding needs some position, too
-        target_count = (targets != -100).sum()          # before the cut, of all micro-batches
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum")
-        (loss / target_count).backward()
-        for p in model.parameters():                    # after the last micro-batch
-            dist.all_reduce(p.grad, group=group)        # a sum, no mean; then clip and step
+    positions(T) are those of the T tokens that this rank holds. Cut tokens and targets by
+    shard_sequence, after the targets were shifted, and give embeddings and rotations the same
+    positions. After the last micro-batch sum each gradient over the group: the demo shows it.
 
     Attention is causal and scaled by 1/sqrt(D): no dropout, no other mask, no second derivative.
-    Cut tokens by `positions`, never by chunk(): tiles follow from the rank. Another cut gives wrong
-    numbers without an error; so does q of shape (B, T', H, D). B and T' are the same on all ranks,
-    or the group aborts or hangs. Beside another technique: docs/use/two-techniques.md.
+    Tiles follow from the rank: tokens that are cut otherwise, as by chunk(), give wrong numbers
+    without an error; so does q of shape (B, T', H, D). B and T' are the same on all ranks, or the
+    group aborts or hangs. Beside another technique: docs/use/two-techniques.md.
     zigzag=False: consecutive tokens per rank, and the last rank has most of the work."""
 
     chunks = 2  # per rank: what held_positions deals out
 
     def __init__(self, group, zigzag=True):
-        super().__init__(group)
+        super().__init__()
+        self.group, self.rank, self.n = group, dist.get_rank(group), dist.get_world_size(group)
         self.zigzag = zigzag
 
     def positions(self, length, multiple=1, starts=None):
@@ -174,12 +160,17 @@ class Ring(GroupModule):
         return held_positions(length, self.rank, self.n, self.zigzag, multiple)
 
     def forward(self, q, k, v):
-        check_qkv(q, k, v)
-        check_chunks(q, self)
+        self.check(q, k, v)
         return self.attend(q, k, v, ring_tiles(self.rank, self.n, q.shape[2], self.zigzag))
 
     def attend(self, q, k, v, tiles):
         return RingAttention.apply(q, k, v, self.group, tiles)
+
+    def check(self, q, k, v):
+        if q[:, 0].shape != k[:, 0].shape or q.shape[1] % k.shape[1] or q.dtype != k.dtype:
+            raise ValueError("give q (B, H, T', D), k, v (B, H_kv, T', D), H a multiple of H_kv")
+        if self.zigzag and q.shape[2] % self.chunks:
+            raise ValueError(f"not {self.chunks} equal chunks: cut sequences by positions()")
 
 
 def shard_sequence(x, held, fill=0):
@@ -191,8 +182,8 @@ def shard_sequence(x, held, fill=0):
 
 
 def held_positions(length, rank, n, zigzag=True, multiple=1):
-    """The positions that a rank of a ring of n holds. multiple: of the tokens in a chunk, for ranks
-    that share a ring's tokens (Ulysses)."""
+    """The positions that a rank of a ring of n holds. multiple: of the tokens in a chunk, where
+    several ranks share it."""
     chunks = [rank, 2 * n - 1 - rank] if zigzag else [rank]
     size = math.ceil(length / (n * len(chunks) * multiple)) * multiple  # tokens per chunk
     return torch.cat([torch.arange(chunk * size, (chunk + 1) * size) for chunk in chunks])
@@ -304,7 +295,7 @@ def start_passing(tensor, group, received=None):
     return wait
 
 
-# --- a tile: by PyTorch's kernels, which also return lse, or by the plain functions
+# --- a tile: by PyTorch's fused kernels, which also return lse, or by the plain functions
 
 
 def tile_attention(q, kv, tile):
@@ -315,13 +306,9 @@ def tile_attention(q, kv, tile):
     if kernel == "cpu":  # it takes no views
         q, k, v = (t.contiguous() for t in (q, k, v))
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, tile.causal)
-    if kernel == "flash":
+    if kernel == "cuda":
         return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, tile.causal)[:2]
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
-    if kernel == "efficient":
-        forward = aten._scaled_dot_product_efficient_attention
-        out, lse, *_ = forward(q, k, v, None, True, 0.0, tile.causal)  # no mask, with lse
-        return out, lse[:, :, : q.shape[2]]  # padded: see below
     exact = torch.promote_types(q.dtype, torch.float32)  # an error in lse scales the whole tile
     return attention(q.to(exact), k.to(exact), v.to(exact), tile.causal)
 
@@ -335,7 +322,7 @@ def tile_gradients(grad, q, kv, out, lse, tile):
         tensors = (t.contiguous() for t in (grad, q, k, v, out, lse))
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
         return backward(*tensors, 0.0, tile.causal)
-    if kernel == "flash":
+    if kernel == "cuda":
         seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # and offset, of no dropout
         lengths = None, None, q.shape[2], k.shape[2]  # None: not several sequences in one
         options = *lengths, 0.0, tile.causal, seed, seed[0]
@@ -343,30 +330,20 @@ def tile_gradients(grad, q, kv, out, lse, tile):
         return backward(grad, q, k, v, out, lse.contiguous(), *options)
     kv_heads, copies = k.shape[1], q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(copies, dim=1) for t in (k, v))
-    if kernel == "efficient":
-        # It reads the lse of 32 queries at once. Beyond the end e^(score - lse) must be 0
-        lse = nn.functional.pad(lse, (0, -q.shape[2] % 32), value=math.inf)
-        seed = torch.empty((), dtype=torch.int64, device=q.device)  # and offset, never read
-        options = seed, seed, 0.0, (True, True, True, False), tile.causal  # no mask's gradient
-        backward = aten._scaled_dot_product_efficient_attention_backward
-        dq, dk, dv, _ = backward(grad, q, k, v, None, out, lse, *options)
-    else:
-        grad, q, k, v, out = (t.to(lse.dtype) for t in (grad, q, k, v, out))
-        dq, dk, dv = attention_gradients(grad, q, k, v, out, lse, tile.causal)
+    grad, q, k, v, out = (t.to(lse.dtype) for t in (grad, q, k, v, out))
+    dq, dk, dv = attention_gradients(grad, q, k, v, out, lse, tile.causal)
     # The gradient of a kv-head is the sum over its copies
     return dq, *(t.unflatten(1, (kv_heads, copies)).sum(2) for t in (dk, dv))
 
 
 def fused_kernel(q):
-    """Which of PyTorch's kernels takes q: "cpu"; on CUDA "flash", "efficient"; or None."""
+    """Which of PyTorch's kernels takes q: "cpu", "cuda" (FlashAttention), or None."""
     if q.device.type != "cuda":
         return "cpu" if q.device.type == "cpu" else None
-    if q.dtype == torch.float32:
-        return "efficient" if q.shape[-1] % 4 == 0 else None
     half = q.dtype in (torch.float16, torch.bfloat16)
     fits = half and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
     ampere_or_later = torch.cuda.get_device_capability(q.device) >= (8, 0)
-    return "flash" if fits and ampere_or_later else None
+    return "cuda" if fits and ampere_or_later else None
 
 
 # --- gather: all keys and values at once (Llama 3, arXiv:2407.21783, section 3.3.2)
@@ -410,185 +387,80 @@ class Gather(Ring):
         return GatheredAttention.apply(q, k, v, self.group, tiles)
 
 
-# --- ulysses: from "all heads of some tokens" to "some heads of all tokens", and back
-
-
-class Exchange(torch.autograd.Function):
-    """An all-to-all: cuts dimension `cut` of x into N pieces, one for each rank, and joins those
-    that arrive along dimension `join`. It only moves data, so its backward is the way back."""
-
-    @staticmethod
-    def forward(ctx, x, group, cut, join):
-        ctx.group, ctx.cut, ctx.join = group, cut, join
-        pieces = torch.stack(x.chunk(dist.get_world_size(group), dim=cut))
-        received = torch.empty_like(pieces)
-        dist.all_to_all_single(received, pieces, group=group)
-        return torch.cat(received.unbind(0), dim=join)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        return Exchange.apply(grad, ctx.group, ctx.join, ctx.cut), None, None, None
-
-
-def local_attention(q, k, v):
-    """Causal attention of one rank: q (B, H, T, D), k and v (B, H_kv, T, D) -> (B, H, T, D)."""
-    options = dict(is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-    return nn.functional.scaled_dot_product_attention(q, k, v, **options)
-
-
-class Ulysses(GroupModule):
-    """In place of attention's core: heads are dealt out over `group`, and `core` computes attention
-    of this rank's heads for all tokens. If n does not divide the kv-heads, copies of them travel.
-
-        ulysses = Ulysses(group, local_attention)
-        model = Decoder(ulysses)
-        held = ulysses.positions(T).to(tokens.device)   # consecutive tokens
-        # the rest as with Ring
-
-    core: such as local_attention. It gets q (B, H / n, n T', D), k and v, and returns q's shape.
-    Mask, scale and dropout are its own.
-
-    ring-ulysses: Ulysses(group of U ranks, Ring(group of R ranks)). U ranks together hold the
-    zigzag's chunks of one rank of the ring (Fang and Zhao 2024, arXiv:2405.07719)."""
-
-    def __init__(self, group, core):
-        super().__init__(group)
-        self.core = core
-
-    def positions(self, length, starts=None):
-        """The positions that this rank holds: a part of its ring rank's, or of the sequence's."""
-        if not isinstance(self.core, Ring):
-            return held_positions(length, self.rank, self.n, zigzag=False)
-        return self.core.positions(length, self.n, starts).chunk(self.n)[self.rank]
-
-    def forward(self, q, k, v, *starts):
-        check_qkv(q, k, v)
-        check_heads_divide(q, self.n)
-        copies = self.n // math.gcd(k.shape[1], self.n)  # so that n divides H_kv copies
-        kv = torch.cat((k, v), dim=-1).repeat_interleave(copies, dim=1)  # (B, H_kv copies, T', 2 D)
-        q = Exchange.apply(q, self.group, 1, 2)  # (B, H / n, n T', D)
-        k, v = Exchange.apply(kv, self.group, 1, 2).chunk(2, dim=-1)
-        return Exchange.apply(self.core(q, k, v, *starts), self.group, 2, 1)
-
-
-# --- mistakes that would be silent: refused
-
-
-def check_qkv(q, k, v):
-    fits = q.dim() == k.dim() == 4 and k.shape == v.shape and q.dtype == k.dtype == v.dtype
-    fits = fits and q[:, 0].shape == k[:, 0].shape and q.shape[1] % k.shape[1] == 0
-    if not fits:
-        found = ", ".join(f"{name} {tuple(t.shape)} {t.dtype}" for name, t in zip("qkv", (q, k, v)))
-        takes = "q (B, H, T', D), k and v (B, H_kv, T', D) of one dtype, and H a multiple of H_kv"
-        raise ValueError(f"attention takes {takes}, not {found}: transpose, cast or repeat heads")
-
-
-def check_heads_divide(q, n):
-    if q.shape[1] % n:  # chunk() would cut unevenly
-        raise ValueError(f"{q.shape[1]} heads do not divide over {n} ranks: take fewer, or Ring")
-
-
-def check_chunks(q, ring):
-    if q.shape[2] % ring.chunks and ring.zigzag:
-        chunks = f"a rank holds {ring.chunks} equal chunks, not {q.shape[2]} tokens"
-        raise ValueError(f"{chunks}: cut sequences by positions(), or give zigzag=False")
-
-
 # --- for model.py's GPT ---
 
-KINDS = ("ring", "ulysses", "gather", "ring-ulysses")  # see the docstring
 
-
-def make_core(
-    kind, group, ring_group=None, ulysses_group=None, zigzag=True, ring=Ring, local=local_attention
-):
-    """What takes the place of attention's core in all blocks. ring_group, ulysses_group: for kind
-    "ring-ulysses". With U ranks in a ulysses_group,
-    rank in group = U x rank in ring_group + rank in ulysses_group. ring: the class of rings. local:
-    what Ulysses computes a rank's heads with."""
-    if kind == "ulysses":
-        return Ulysses(group, local)
-    if kind == "ring-ulysses":
-        return Ulysses(ulysses_group, ring(ring_group, zigzag))
-    return {"ring": ring, "gather": Gather}[kind](group, zigzag)
-
-
-def parallelize_context(model, group, core):
-    """Replace every block's attention core, in place, and return the model. The demo shows its use.
-    With experts T must divide into equal chunks, because a router would count padding."""
+def parallelize_context(model, core):
+    """Put the core in the place of every block's, and return the model."""
     for block in model.blocks.values():
         block.attn.core = core
-        if model.config.experts:  # what a router sums over the sequence, sum over the ranks, too
-            router, sums = block.mlp.router, SumRouterStats(group)
-            router.sum_over_sequence = nn.Sequential(router.sum_over_sequence, sums)
     return model
-
-
-class SumRouterStats(GroupModule):
-    """A router's sums over a sequence: adds up the ranks' parts. Backward is the identity."""
-
-    def forward(self, sums):
-        total = sums.detach().clone()
-        dist.all_reduce(total, group=self.group)
-        return total + (sums - sums.detach())
 
 
 # --- demo ---
 
-import ddp
-import harness
-import proof
-import receipts.context_parallel
+from model import GPT, IGNORE, Config, OneProcess, Sent, join_ranks, leave, text_batch
 
 
 def main():
-    parser = harness.parser(__doc__)
-    g = parser.add_argument_group("context parallelism")
-    why = "how queries reach other ranks' keys: ulysses usually sends least, a ring takes any ranks"
-    g.add_argument("--kind", choices=KINDS, default="ring", help=why)
-    receipts.context_parallel.flags(g)
-    launch(parser.parse_args(), demo)
+    parser = argparse.ArgumentParser(description="train a GPT with each attention, and prove it")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--context", type=int, default=30, help="tokens of a sequence")
+    parser.add_argument("--kv-heads", type=int, default=2, help="of 4; the plain form takes 4")
+    args = parser.parse_args()
+    device = join_ranks()
+    group = dist.group.WORLD
+    train("the plain ring", PlainRing(group, zigzag=False), 4, args, device)
+    train("the ring, consecutive tokens", Ring(group, zigzag=False), args.kv_heads, args, device)
+    train("the ring in a zigzag", Ring(group), args.kv_heads, args, device)
+    train("all keys gathered", Gather(group), args.kv_heads, args, device)
+    leave()
 
 
-def launch(args, demo):
-    receipts.context_parallel.check(args)
-    heads = harness.configure(args).heads
-    harness.check_batch(args, 1)
-    grid = receipts.context_parallel.grid
-    proof.launch(demo, args, check=lambda ranks: grid(args.kind, ranks, args.rings, heads))
+class PlainRing(Ring):
+    def attend(self, q, k, v, tiles):
+        return PlainRingAttention.apply(q, k, v, self.group)
 
 
-def demo(run):
-    args, context, group = run.args, run.config.context, dist.group.WORLD
-    ring, ulysses = receipts.context_parallel.make_groups(run)  # None but for kind ring-ulysses
-    core = make_core(args.kind, group, ring, ulysses, zigzag=not args.contiguous)
-    model = run.fill(parallelize_context(run.meta_model(), group, core))
-    held = core.positions(context).to(run.device)
-    positions = held.clamp(max=context - 1)  # padding must have some position
-    receipts.context_parallel.check_routers(run, len(held))
-    parameters = list(model.parameters())
-    # Each rank's gradients are those of its own tokens: summed as in data parallelism
-    sync = ddp.DDP(parameters, group, args.microbatches)
-    optimizer = harness.make_optimizer(parameters, args)
-    for step in run.steps(optimizer):
-        sync.zero_grad()
-        loss = run.zero()
-        for tokens, targets, samples in run.microbatches(step):  # whole sequences, on every rank
-            x, y = shard_sequence(tokens, held), shard_sequence(targets, held, -1)
-            # The sum over this rank's tokens, divided by the global batch's number of targets
-            part = model(x, positions, y, run.target_count, samples)
-            part.backward()
-            loss += part.detach()
-        sync.finish()
-        dist.all_reduce(loss, group=group)
-        norm = harness.grad_norm(parameters)
-        run.check(loss, norm, model.named)
-        harness.clip(parameters, norm, args.grad_clip)
+def train(name, core, kv_heads, args, device):
+    group, n = dist.group.WORLD, dist.get_world_size()
+    torch.manual_seed(0)
+    config = Config(layers=2, heads=4, kv_heads=kv_heads, width=32, context=args.context)
+    model = GPT(config).to(device, torch.float64)
+    one = OneProcess(model, torch.optim.AdamW)
+    parallelize_context(model, core)
+    optimizer = torch.optim.AdamW(model.parameters())
+    held = core.positions(args.context).to(device)  # (T',)
+    positions = held.clamp(max=args.context - 1)  # padding must have some position
+    if dist.get_rank() == 0:
+        print(f"{name}, {n} ranks, {args.context} tokens, {len(held)} on each rank with padding")
+    for step in range(args.steps):
+        tokens, targets, count = text_batch(step, 5, args.context, device)
+        x, y = shard_sequence(tokens, held), shard_sequence(targets, held, fill=IGNORE)
+        loss = torch.zeros_like(count, dtype=torch.float64)
+        optimizer.zero_grad()
+        with Sent() as sent:
+            for rows in torch.arange(len(x)).tensor_split(2):  # micro-batches, whole sequences
+                part = model(x[rows], positions, y[rows], count)  # the sum over y, over count
+                part.backward()
+                loss += part.detach()
+            for p in model.parameters():
+                dist.all_reduce(p.grad, group=group)  # each rank has the part of its tokens
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
-        run.log()
-    return run.receipt(*receipts.context_parallel.of_demo(run, len(held), find_tiles=ring_tiles))
+        dist.all_reduce(loss, group=group)
+        alone = one.train_step(tokens, targets, count, 0.5)
+        pairs = list(zip(model.named_parameters(), one.model.parameters()))
+        gradients = [(name, p.grad, q.grad) for (name, p), q in pairs]
+        weights = [(name, p.data, q.data) for (name, p), q in pairs]
+        one.compare(step, loss, alone, gradients, weights)
+    r, size = (n - 1) / n, sum(p.nbytes for p in model.parameters())
+    keys = 5 * n * len(held) * kv_heads * 8 * 8  # of a block, B T C_kv e bytes; a is e
+    per_block, text = (4 * r + 2) * keys, "L (4 r e + 2 a) B T C_kv + 2 r P e"
+    if isinstance(core, Gather):
+        per_block, text = 4 * r * keys, "L (2 r e + 2 r a) B T C_kv + 2 r P e"
+    one.prove(sent, text, 2 * per_block + 2 * r * size)
 
 
 if __name__ == "__main__":
-    harness.script(main)
+    main()

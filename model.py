@@ -417,7 +417,9 @@ def join_ranks():
     start four. Returns this rank's device."""
     if "RANK" not in os.environ:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        sys.exit(subprocess.call([*torchrun, "--nproc_per_node=4", *sys.argv]))
+        spec = sys.modules["__main__"].__spec__  # of a lesson that was started by python -m
+        lesson = ["-m", spec.name] if spec else sys.argv[:1]
+        sys.exit(subprocess.call([*torchrun, "--nproc_per_node=4", *lesson, *sys.argv[1:]]))
     if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)

@@ -41,7 +41,6 @@ import torch.distributed as dist
 
 import advanced  # noqa: F401  (its lessons have plain names)
 import composition
-import context_parallel
 import ddp
 import dualpipe
 import expert_parallel
@@ -71,6 +70,7 @@ from trainer import (
     validation,
     zero_options,
 )
+from trainer.context import attend_over_ranks, make_core
 from trainer.large_vocabulary import lean_head
 from trainer.layout import cp_shape, open_groups, prepare, schedule_of
 from trainer.runner import Runner
@@ -207,8 +207,7 @@ def build(run, schedule, groups):
     parts = harness.split(run.meta_model, layers, stages, groups["tied"])
     core = None
     if args.cp > 1:
-        make = packed_documents.make_document_core if args.documents else context_parallel.make_core
-        core = make(args.cp_kind, cp, groups.get("ring"), groups.get("ulysses"))
+        core = make_core(args.cp_kind, groups, args.documents)
     for part in parts.values():
         if args.sp:
             sequence_parallel.parallelize_sequence(part, tp, args.fold_experts)
@@ -219,7 +218,7 @@ def build(run, schedule, groups):
         else:  # the whole vocabulary is here: compute the loss a piece at a time, to hold less
             lean_head(part, args.compile)
         if args.cp > 1:
-            context_parallel.parallelize_context(part, cp, core)
+            attend_over_ranks(part, cp, core)
         elif args.documents:
             packed_documents.attend_by_document(part)  # faster than one process's mask
         if args.ep > 1:

@@ -39,13 +39,9 @@ from torch.autograd.function import once_differentiable
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from context_parallel import (
-    KINDS,
     Ring,
     Tile,
     attend_to_all,
-    check_chunks,
-    check_qkv,
-    make_core,
     parallelize_context,
     shard_sequence,
     tile_gradients,
@@ -101,7 +97,7 @@ class DocumentRing(Ring):
         place = held.clamp(max=T - 1)
         in_document = (place - starts[:, place]).to(x.device)    # positions (B, T')
         logits = model(x, in_document, starts)
-        # the rest as with Ring: the loss, backward, and the sum of gradients"""
+        # the rest as with Ring: the loss, backward, and the sum of gradients (its demo)"""
 
     chunks = 8  # per rank. More of them: more even, but more tiles, and more keys of others
 
@@ -113,8 +109,7 @@ class DocumentRing(Ring):
         return deal_tokens(length, self.n, starts, self.zigzag, multiple)[self.rank]
 
     def forward(self, q, k, v, starts):
-        check_qkv(q, k, v)
-        check_chunks(q, self)
+        self.check(q, k, v)
         check_starts(starts, q, self.n)
         plan = find_plan(self.rank, self.n, q.shape[2], self.zigzag, starts, q.device)
         # All rows as one, (1, H, B T', D): so a tile of one row is a run of tokens
@@ -332,17 +327,11 @@ def attend_by_document(model):
     return model
 
 
-def make_document_core(kind, *groups, **options):
-    """As make_core, for a model that is called with starts. No kind "gather": each rank uses other
-    keys, and an all-gather sends the same to all."""
-    return make_core(kind, *groups, **options, ring=DocumentRing, local=DocumentCore())
-
-
 # --- demo ---
 
-import context_parallel
 import ddp
 import harness
+import proof
 import receipts.context_parallel
 from harness.documents import add_flag, starts_of
 
@@ -350,19 +339,21 @@ from harness.documents import add_flag, starts_of
 def main():
     parser = harness.parser(__doc__, documents="\n\n", context=512, batch=4)  # paragraphs
     g = parser.add_argument_group("packed documents")
-    kinds = [kind for kind in KINDS if kind != "gather"]
-    why = "how queries reach other ranks' keys"
-    g.add_argument("--kind", choices=kinds, default="ring", help=why)
-    receipts.context_parallel.flags(g)
+    why = "one run of consecutive tokens per rank: the ranks' work is uneven"
+    g.add_argument("--contiguous", action="store_true", help=why)
     add_flag(g)
-    context_parallel.launch(parser.parse_args(), demo)
+    args = parser.parse_args()
+    if harness.configure(args).experts:
+        raise harness.Refused("experts: train.py --cp 2 --documents --experts has them")
+    harness.check_batch(args, 1)
+    proof.launch(demo, args)
 
 
 def demo(run):
     args, context, group = run.args, run.config.context, dist.group.WORLD
-    ring, ulysses = receipts.context_parallel.make_groups(run)  # None but for kind ring-ulysses
-    core = make_document_core(args.kind, group, ring, ulysses, zigzag=not args.contiguous)
-    model = run.fill(parallelize_context(run.meta_model(), group, core))
+    run.groups(cp=group)  # its name in the receipt
+    core = DocumentRing(group, zigzag=not args.contiguous)
+    model = run.fill(parallelize_context(run.meta_model(), core))
     parameters = list(model.parameters())
     sync = ddp.DDP(parameters, group, args.microbatches)  # as in context_parallel.py
     optimizer = harness.make_optimizer(parameters, args)
@@ -372,7 +363,6 @@ def demo(run):
         for tokens, targets, samples in run.microbatches(step):  # whole sequences, on every rank
             starts = starts_of(tokens, args)
             held = core.positions(context, starts=starts).to(run.device)  # cut anew each time
-            receipts.context_parallel.check_routers(run, len(held))
             x, y = shard_sequence(tokens, held), shard_sequence(targets, held, -1)
             positions = held.clamp(max=context - 1)  # padding must have some position
             # The model counts a token's position from `starts`, the start of its document
@@ -386,7 +376,7 @@ def demo(run):
         harness.clip(parameters, norm, args.grad_clip)
         optimizer.step()
         run.log()
-    return run.receipt(*receipts.context_parallel.of_demo(run, len(held), find_plan=find_plan))
+    return run.receipt(*receipts.context_parallel.of_demo(run, len(held), find_plan))
 
 
 if __name__ == "__main__":

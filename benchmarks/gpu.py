@@ -47,11 +47,10 @@ NAMES = "collectives muon muon_in_grid composition zero_in_grid tensor_parallel"
 NAMES += " sequence_parallel tensor_overlap expert_parallel dualpipe"
 TECHNIQUES = [f"{name}.py" for name in NAMES.split()]
 TECHNIQUES += ["diloco.py --stream 2 --stream-delay 1 --outer-bits 4"]
-TECHNIQUES += [f"context_parallel.py --kind {kind}" for kind in ("ring", "gather", "ulysses")]
 PIPELINE = "zero_bubble.py --layers 16 --microbatches 16 --schedule"
 TECHNIQUES += [f"{PIPELINE} {name}" for name in SCHEDULES]
-TECHNIQUES += ["context_parallel.py --dtype bfloat16", "expert_parallel.py --dtype bfloat16"]
-TECHNIQUES += ["packed_documents.py --kind ulysses --documents e --dtype bfloat16"]
+TECHNIQUES += ["expert_parallel.py --dtype bfloat16"]
+TECHNIQUES += ["packed_documents.py --documents e --dtype bfloat16"]
 LAYOUTS = {  # ranks: flags of train.py
     2: ["--dp 2 --zero 3", "--tp 2 --sp", "--pp 2", "--cp 2 --recompute block"],
     4: ["--tp 2 --sp --pp 2 --schedule zb-h1", "--dp 2 --cp 2 --ep 4 --experts 4"],

@@ -16,7 +16,7 @@ ROWS = [
     "sequence_parallel.py",
     "zero_bubble.py --layers 8 --schedule 1f1b",
     "zero_bubble.py --layers 8 --schedule zb-v",
-    "context_parallel.py",
+    "train.py --cp 4",
     "expert_parallel.py",
     "muon.py",
 ]

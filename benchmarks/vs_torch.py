@@ -325,7 +325,7 @@ def their_pipeline(name, theirs, job):
 
 def our_context(job):
     core = context_parallel.Ring(job.group)
-    model = context_parallel.parallelize_context(job.model(), job.group, core)
+    model = context_parallel.parallelize_context(job.model(), core)
     sync, optimizer = ddp.DDP(model.parameters(), job.group), job.optimizer(model.parameters())
     where = core.positions(job.config.context).to(job.device)
     tokens, targets = (context_parallel.shard_sequence(t, where) for t in (job.tokens, job.targets))

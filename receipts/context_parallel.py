@@ -1,38 +1,17 @@
-"""What context_parallel.py's demo shows beside its training: bytes with their formulas, and each
-rank's share of the work. The technique's functions come in as arguments."""
+"""What context parallelism sends, by its formulas, and each rank's share of the work: for train.py
+and packed_documents.py's demo. The technique's functions come in as arguments."""
 
 import itertools
 import math
 
-import torch
-import torch.distributed as dist
-
 from harness import documents
-from harness.flags import POSITIVE
-from harness.refusal import Refused
 from receipts import ddp
 from receipts.formulas import Group, add, held, sizes_of, summed
 
 LENGTHS = (9, 3, 120, 1, 30, 6, 2, 14, 5, 40, 4, 22)  # tokens of documents, for pictures and tests
 
 
-# --- flags and groups
-
-
-def flags(group):
-    """What goes beside --kind. `check` has the rules."""
-    why = "ring-ulysses: the length of a ring, in ranks (default: the most square)"
-    group.add_argument("--rings", **POSITIVE, help=why)
-    why = "one run of consecutive tokens per rank: the ranks' work is uneven"
-    group.add_argument("--contiguous", action="store_true", help=why)
-
-
-def check(args):
-    """Refuse flags that do not go together."""
-    for flag, kinds in {"rings": ["ring-ulysses"], "contiguous": ["ring", "gather"]}.items():
-        if getattr(args, flag) and args.kind not in kinds:
-            means = f"--{flag} means nothing with --kind {args.kind}"
-            raise Refused(f"{means}: use --kind {kinds[0]}, or leave it out")
+# --- groups
 
 
 def grid(kind, n, rings=None, heads=0):
@@ -50,36 +29,6 @@ def grid(kind, n, rings=None, heads=0):
     if heads % ulysses:
         what = f"{heads} heads do not divide by {ulysses} ranks"
         raise ValueError(f"Ulysses deals heads out, and {what}: change one of them")
-    return ring, ulysses
-
-
-def check_routers(run, tokens):
-    """Refuse padding where a router counts tokens: its losses and its bias would count padding too.
-    tokens: of a rank, with padding."""
-    c, padded = run.config, tokens * run.world
-    counts = c.balance_loss or c.z_loss or c.bias_rate
-    if c.experts and counts and padded != c.context:
-        raise Refused(
-            f"a router's losses take no padding: --context {c.context} has {padded} positions on "
-            f"{run.world} ranks, give --context {padded}"
-        )
-
-
-def subgroups(ring, ulysses):
-    """This rank's two groups of ring x ulysses ranks: its ring, and that of its all-to-alls."""
-    ranks = torch.arange(ring * ulysses).view(ring, ulysses)
-    ring_group, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist())
-    ulysses_group, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
-    return ring_group, ulysses_group
-
-
-def make_groups(run):
-    """Name the process groups in the receipt. Returns this rank's ring and that of its all-to-alls
-    for kind ring-ulysses, else None and None."""
-    ring = ulysses = None
-    if run.args.kind == "ring-ulysses":
-        ring, ulysses = subgroups(*grid(run.args.kind, run.world, run.args.rings))
-    run.groups(cp=dist.group.WORLD, ring=ring, ulysses=ulysses)
     return ring, ulysses
 
 
@@ -124,32 +73,24 @@ def expected(sizes, group, kind, rings, used=None):
     return sent, held(sizes, activations="1/N of one process's")
 
 
-def of_demo(run, tokens, find_tiles=None, find_plan=None):
-    """(layout, sent, held, notes) of the demo's receipt. Gradients are summed as by ddp.py.
-
-    tokens: of a rank, with padding. find_tiles: context_parallel.py's ring_tiles. Or find_plan,
-    packed_documents.py's."""
+def of_demo(run, tokens, find_plan):
+    """(layout, sent, held, notes) of packed_documents.py's receipt. Gradients are summed as by
+    ddp.py. tokens: of a rank, with padding. find_plan: the lesson's."""
     args, n = run.args, run.world
     group, sizes = Group("cp", n), sizes_of(args, run.config, length=tokens)
-    ring, ulysses = grid(args.kind, n, args.rings)
-    where = ring, tokens * ulysses, not args.contiguous
-    used, batches = None, run.microbatches(run.measured)
-    if find_plan and ring > 1:
-        used = tokens_used(find_plan, batches, args, run.rank // ulysses, *where)
-    sent, held = expected(sizes, group, args.kind, args.rings, used)
+    where = n, tokens, not args.contiguous
+    batches = run.microbatches(run.measured)
+    used = tokens_used(find_plan, batches, args, run.rank, *where)
+    sent, held = expected(sizes, group, "ring", None, used)
     sent = add(ddp.expected(sizes, group)[0], sent)
-    layout = {"cp": n, "kind": args.kind, "ring": ring, "ulysses": ulysses}
-    if find_plan:
-        starts = documents.starts_of(batches[-1][0], args)
-        tiles = [find_plan(rank, *where, starts).tiles for rank in range(ring)]
-    else:
-        tiles = [find_tiles(rank, *where) for rank in range(ring)]
+    starts = documents.starts_of(batches[-1][0], args)
+    tiles = [find_plan(rank, *where, starts).tiles for rank in range(n)]
     even = " ".join(f"{share:.0%}" for share in shares(tiles))
     notes = [f"work of attention, of an even share, by rank of the ring: {even}"]
-    if used:
-        share = used[0] / (args.batch * tokens * ulysses * (ring - 1))
+    if n > 1:
+        share = used[0] / (args.batch * tokens * (n - 1))
         notes.append(f"rank 0 sends {share:.0%} of the keys that it sends without documents")
-    return layout, sent, held, notes
+    return {"cp": n}, sent, held, notes
 
 
 def tokens_used(find_plan, batches, args, *where):

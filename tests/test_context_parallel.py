@@ -1,8 +1,5 @@
 """context_parallel.py against one process, PyTorch's attention and the formulas of its bytes."""
 
-import contextlib
-import json
-import math
 from types import SimpleNamespace
 from unittest import mock
 
@@ -13,8 +10,8 @@ import torch.nn.functional as F
 from reference import case
 
 import context_parallel as cp
-import packed_documents as pd
 from receipts import context_parallel as long_context
+from trainer import context
 
 
 def test_every_token_is_somewhere_once():
@@ -33,13 +30,11 @@ def test_every_token_is_somewhere_once():
 
 def attention(rank, way, world, size, length, seed, dtype, starts=None):
     """Our attention of random tensors: result, gradients of q, k, v, and the positions that they
-    belong to. "plain tiles" is a ring where no fused kernel runs, "efficient" one that takes the
-    memory-efficient kernel of CUDA, as it is played below."""
-    if way in ("plain tiles", "efficient"):
-        name = None if way == "plain tiles" else way
-        with mock.patch.object(cp, "fused_kernel", lambda q: name), efficient_kernels():
+    belong to. "plain tiles" is a ring where no fused kernel runs."""
+    if way == "plain tiles":
+        with mock.patch.object(cp, "fused_kernel", lambda q: None):
             return attention(rank, "ring", world, size, length, seed, dtype, starts)
-    core = make_core(way, world, cp.make_core if starts is None else pd.make_document_core)
+    core = make_core(way, world, documents=starts is not None)
     documents = {} if starts is None else {"starts": starts}
     where = core.positions(length, **documents)
     padded = [F.pad(t, (0, 0, 0, world * len(where) - length)) for t in inputs(size, length, seed)]
@@ -51,40 +46,16 @@ def attention(rank, way, world, size, length, seed, dtype, starts=None):
     return where, [t.detach() for t in (out, q.grad, k.grad, v.grad)]
 
 
-@contextlib.contextmanager
-def efficient_kernels():
-    """aten's memory-efficient attention, in plain operations. By its sources it takes as many
-    kv-heads as heads, and pads lse with inf to whole blocks of 32 queries."""
-
-    def forward(q, k, v, mask, with_lse, dropout, causal):
-        assert q.shape[1] == k.shape[1] and with_lse
-        scores = cp.masked_scores(q, k, causal)
-        lse = F.pad(scores.logsumexp(-1), (0, -q.shape[2] % 32), value=math.inf)
-        return scores.softmax(-1) @ v, lse, None, None
-
-    def backward(grad, q, k, v, mask, out, lse, seed, offset, dropout, wanted, causal):
-        assert lse.shape[-1] % 32 == 0 and lse.is_contiguous()
-        with mock.patch.object(cp, "fused_kernel", lambda q: None):
-            n, m = q.shape[2], k.shape[2]
-            assert (lse[:, :, n:] == math.inf).all()
-            tile = cp.Tile(slice(n), slice(m), causal)
-            kv = torch.stack((k, v))
-            return *cp.tile_gradients(grad, q, kv, out, lse[:, :, :n], tile), None
-
-    name = "_scaled_dot_product_efficient_attention"
-    aten = torch.ops.aten
-    with (
-        mock.patch.object(aten, name, forward),
-        mock.patch.object(aten, f"{name}_backward", backward),
-    ):
-        yield
-
-
-def make_core(way, world, make=cp.make_core):
-    kind, groups = way if way in cp.KINDS else "ring", ()
+def make_core(way, world, documents=False):
+    groups = {"cp": dist.group.WORLD}
     if way == "ring-ulysses":
-        groups = long_context.subgroups(*long_context.grid(way, world))
-    return make(kind, None, *groups, zigzag=way != "contiguous")
+        ranks = torch.arange(world).view(long_context.grid(way, world))
+        groups["ring"], _ = dist.new_subgroups_by_enumeration(ranks.T.tolist())
+        groups["ulysses"], _ = dist.new_subgroups_by_enumeration(ranks.tolist())
+    core = context.make_core(way if way in context.KINDS else "ring", groups, documents)
+    if way == "contiguous":
+        core.zigzag = False
+    return core
 
 
 def inputs(size, length, seed):
@@ -134,7 +105,7 @@ SIZES = {  # batch, heads, kv-heads, width; tokens. Also one token a rank, and f
 def test_equals_scaled_dot_product_attention(ranks, world):
     cases = [
         (way, *size)
-        for way in (*cp.KINDS, "contiguous", "plain tiles", "efficient")
+        for way in (*context.KINDS, "contiguous", "plain tiles")
         for size in SIZES[world]
     ]
 
@@ -222,29 +193,10 @@ def test_the_flash_kernel_is_for_what_it_takes(monkeypatch):
         device = torch.device(device)
         return cp.fused_kernel(SimpleNamespace(device=device, dtype=dtype, shape=(1, 4, 8, width)))
 
-    assert kernel() == kernel(dtype=torch.float16) == kernel(width=256) == "flash"
-    assert kernel(dtype=torch.float32) == kernel(dtype=torch.float32, width=264) == "efficient"
+    assert kernel() == kernel(dtype=torch.float16) == kernel(width=256) == "cuda"
     assert kernel("cpu") == kernel("cpu", torch.float64, 5) == "cpu"
-    double = dict(dtype=torch.float64)
-    for other in (dict(device="meta"), double, dict(width=12), dict(width=264)):
+    exact = dict(dtype=torch.float32)
+    for other in (dict(device="meta"), exact, dict(width=12), dict(width=264)):
         assert kernel(**other) is None
     capability = (7, 5)
     assert kernel() is None
-
-
-@pytest.mark.parametrize(
-    "flags", ["--context 13", "--context 12 --experts 4 --balance-loss 0.1 --dtype bfloat16"]
-)
-def test_the_script_proves_itself(script, tmp_path, flags):
-    out = tmp_path / "receipt.json"
-    code, said = script(
-        "context_parallel",
-        f"--nproc 3 --steps 2 --dtype float64 --layers 2 --json {out} --quiet {flags}",
-    )
-    assert code == 0 and json.loads(out.read_text())["ok"], said
-
-
-def test_a_router_takes_no_padding(script):
-    flags = "--nproc 2 --layers 1 --context 14 --experts 4 --balance-loss 0.1 --quiet"
-    code, said = script("context_parallel", flags)
-    assert code == 2 and "--context 14 has 16 positions on 2 ranks" in said

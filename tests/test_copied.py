@@ -350,11 +350,9 @@ def test_usage_of_tensor_and_sequence_parallel(tp, sp, overlap):
     assert sequence.model(x).equal(logits)
 
 
-@pytest.mark.parametrize("kind", ["Ring", "Ulysses", "DocumentRing"])
 @on_top_of("context_parallel packed_documents", 2)
-def test_usage_of_context_parallel(cp, pd, kind):
-    """One batch, of a length that two ranks don't divide; with documents it is one of these. The
-    blocks of Ulysses and DocumentRing go on as Ring's."""
+def test_usage_of_packed_documents(cp, pd):
+    """One batch, of a length that two ranks don't divide; it is one document."""
     use, (tokens, targets, count) = OneProcess(MODELS["grouped"](), "sgd"), batch(0, 13)
 
     def decoder(core):
@@ -362,14 +360,14 @@ def test_usage_of_context_parallel(cp, pd, kind):
             block.attn.core = lambda *qkv: core(*qkv, *filter(torch.is_tensor, [names["starts"]]))
         return use.model
 
-    code = usage(cp.Ring)
-    if kind == "Ulysses":
-        code = usage(cp.Ulysses) + "\n" + code[code.index("x = ") :]
-    elif kind == "DocumentRing":
-        code = usage(pd.DocumentRing) + "\n" + code[code.index("target_count = ") :]
     names = vars(cp) | vars(pd) | dict(group=group.WORLD, Decoder=decoder, T=13, nn=nn)
     names |= dict(tokens=tokens, targets=targets, target_count=count, starts=None, separator=-1)
-    exec(code, names)
+    exec(usage(pd.DocumentRing), names)
+    logits, y = names["logits"].flatten(0, 1), names["y"].flatten()
+    (F.cross_entropy(logits, y, ignore_index=-100, reduction="sum") / count).backward()
+    for p in use.model.parameters():
+        if p.grad is not None:
+            dist.all_reduce(p.grad)
     gradients = one_process("grouped", "sgd", 1, limit=0)[1]
     torch.testing.assert_close(
         {name: p.grad for name, p in use.named().items()}, gradients, rtol=1e-9, atol=1e-10

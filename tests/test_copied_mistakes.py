@@ -91,15 +91,18 @@ twice(lambda x: sum(EnterAndProject(tp.Enter(world, GatherTokens), [linear],
     {True | False})(x).values()) ** 3, 2, 4, WIDTH)  # once_differentiable
 """,
     "context_parallel": """
-core({"ring" | "gather" | "ulysses"})(*qkv({k=(2, 3, 6, 8) | k=(1, 2, 6, 8) | k=(2, 2, 5, 8) |
-    k=(2, 2, 8, 8) | k=(2, 2, 6, 4) | v=(2, 2, 6, 4) | v=(2, 1, 6, 8) | dtype=torch.float64 |
-    q=(4, 6, 8), k=(2, 6, 8)}))  # attention takes q ... not q ... transpose, cast or repeat heads
-core({"ring" | "gather"})(*qkv((2, 4, 5, 8), (2, 2, 5, 8)))  # a rank holds 2 equal chunks, not 5
-core("ulysses")(*qkv((2, 3, 6, 8), (2, 3, 6, 8)))  # 3 heads do not divide over 2 ranks
+core({"ring" | "gather"})(*qkv({k=(2, 3, 6, 8) | k=(1, 2, 6, 8) | k=(2, 2, 5, 8) |
+    k=(2, 2, 8, 8) | k=(2, 2, 6, 4) | dtype=torch.float64 | q=(4, 6, 8), k=(2, 6, 8)}))
+    # give q ... a multiple of H_kv
+core({"ring" | "gather"})(*qkv({v=(2, 2, 6, 4) | v=(2, 1, 6, 8)}))  # stack expects
+core({"ring" | "gather"})(*qkv((2, 4, 5, 8), (2, 2, 5, 8)))  # not 2 equal chunks
 core({"ring" | "gather"})(*qkv(), is_causal=False)  # unexpected keyword argument 'is_causal'
 core({"ring" | "gather"})(*qkv(), attn_mask=torch.ones(6, 6))  # keyword argument 'attn_mask'
-twice(lambda q: core({"ring" | "gather" | "ulysses"})(q, q, q) ** 3, 2, 4, 6, 8)
-    # once_differentiable
+twice(lambda q: core({"ring" | "gather"})(q, q, q) ** 3, 2, 4, 6, 8)  # once_differentiable
+""",
+    "context_parallel ulysses": """
+core("ulysses")(*qkv((2, 3, 6, 8), (2, 3, 6, 8)))  # stack expects
+twice(lambda q: core("ulysses")(q, q, q) ** 3, 2, 4, 6, 8)  # once_differentiable
 """,
     "expert_parallel": """
 dispatch(chosen={4 | 5 | -1})  # out of bounds for dimension 0 with size 4

@@ -119,9 +119,6 @@ muon --timeout 1e308 -> at most 1,000,000
 collectives --nproc 1000000 -> 1,000,000 ranks are too many for one machine
 collectives --nproc 10 --nodes-of 4 -> 10 ranks do not divide into nodes of --nodes-of 4
 train --dry-run --gpu x=0GB,0TFLOP/s,0TB/s -> not known
-context_parallel --kind ulysses --nproc 3 -> 4 heads do not divide by 3 ranks
-context_parallel --rings 2 -> --rings means nothing with --kind ring: use --kind ring-ulysses
-context_parallel --kind ulysses --contiguous -> nothing with --kind ulysses: use --kind ring,
 train --documents <|endoftext|> --cp 2 --cp-kind gather -> each rank uses other keys: use ring
 expert_parallel --capacity 0 -> drops every token
 expert_parallel --capacity 1e30 --nproc 2 --experts 4 -> at most 2 times its even share: leave it

@@ -12,7 +12,8 @@ from tops import in_one_file, lesson_file
 TECHNIQUES = ["collectives", "ddp", "parameter_server", "zero", "fsdp"]
 TECHNIQUES += ["tensor_parallel", "sequence_parallel", "tensor_overlap"]
 TECHNIQUES += ["pipeline", "zero_bubble", "dualpipe", "context_parallel", "packed_documents"]
-TECHNIQUES += ["expert_parallel", "muon", "diloco", "composition", "zero_in_grid", "muon_in_grid"]
+TECHNIQUES += ["ulysses", "expert_parallel", "muon", "diloco"]
+TECHNIQUES += ["composition", "zero_in_grid", "muon_in_grid"]
 # Those whose demos stand on the harness; the others need model.py alone
 ON_HARNESS = [n for n in TECHNIQUES if "\nimport harness\n" in lesson_file(n).read_text()]
 # Lessons whose tops build on others
@@ -20,6 +21,7 @@ BUILDS_ON = {"zero_bubble": ["pipeline"], "zero_in_grid": ["zero", "fsdp", "comp
 BUILDS_ON |= {"sequence_parallel": ["tensor_parallel"], "muon_in_grid": ["composition", "muon"]}
 BUILDS_ON |= {"tensor_overlap": ["sequence_parallel", "tensor_parallel"], "fsdp": ["zero"]}
 BUILDS_ON |= {"dualpipe": ["zero_bubble", "pipeline"], "packed_documents": ["context_parallel"]}
+BUILDS_ON |= {"ulysses": ["context_parallel"]}
 OTHERS = ["README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff"]
 OTHERS += ["pyproject.toml", "requirements.txt", "requirements-dev.txt", ".gitignore", "mkdocs.yml"]
 CODE = [
@@ -60,8 +62,7 @@ CEILINGS = {
 }
 DEMO = "# --- demo ---"
 # Demos that a lesson runs for another one, as `ddp.py --sync server`, and parts of demos
-HANDED_OVER = {"composition.launch", "zero_in_grid.train"}
-HANDED_OVER |= {"context_parallel.launch", "sequence_parallel.check_tokens"}
+HANDED_OVER = {"composition.launch", "zero_in_grid.train", "sequence_parallel.check_tokens"}
 
 
 def files():

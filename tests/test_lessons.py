@@ -21,6 +21,8 @@ import exercises.__main__ as exercises
 # {lesson: (the files that it takes along, the numbers of ranks that it is run with)}
 LESSONS = {
     "ddp": ("model", (2, 3, 4)),
+    "context_parallel": ("model", (2, 3, 4)),
+    "ulysses": ("model context_parallel", (2, 3, 4)),
     "parameter_server": ("model", (2, 3, 4)),
     "pipeline": ("model", (2, 3, 4)),
     "zero": ("model", (2, 3, 4)),

@@ -416,7 +416,7 @@ def through_the_host():
 @pytest.mark.parametrize(
     "flags",
     [
-        "context_parallel --kind ring",
+        "train --cp 3",
         "zero_bubble --schedule zb-v --layers 6",
     ],
 )

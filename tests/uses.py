@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 TOPS = "collectives ddp zero fsdp tensor_parallel sequence_parallel tensor_overlap pipeline"
 TOPS += " zero_bubble dualpipe context_parallel packed_documents expert_parallel muon diloco"
-TOPS += " composition zero_in_grid muon_in_grid"
+TOPS += " ulysses composition zero_in_grid muon_in_grid"
 WAYS = {
     "naive": dict(bucket_bytes=0, overlap=False),
     "bucketed": dict(bucket_bytes=800, overlap=False),
@@ -437,13 +437,16 @@ def own_links(make_links, rows):
 def context_core(kind, over=group.WORLD):
     import context_parallel as cp
 
+    if "ulysses" in kind:
+        import ulysses
+
     if kind == "ulysses":
-        return cp.Ulysses(over, causal)
+        return ulysses.Ulysses(over, causal)
     if kind == "gather":
         return cp.Gather(over)
     if kind == "ring-ulysses":  # four ranks in a square
         square = torch.arange(4).view(2, 2)
-        return cp.Ulysses(own(square), cp.Ring(own(square.T)))
+        return ulysses.Ulysses(own(square), cp.Ring(own(square.T)))
     return cp.Ring(over, zigzag=kind == "ring")
 
 

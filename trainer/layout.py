@@ -17,7 +17,7 @@ from harness import Refused, documents, zero_flags
 from receipts import context_parallel as long_context
 from receipts import expert_parallel as experts
 from receipts import pipeline as schedules
-from trainer import pretrained, recording, sampling, saving, tokenizer, tracking
+from trainer import context, pretrained, recording, sampling, saving, tokenizer, tracking
 
 # Flags that take a number: 1 by default, or what follows from others
 ONES = {
@@ -50,7 +50,7 @@ def add_flags(parser):
     for name, why in SWITCHES.items():
         g.add_argument(f"--{name}", action="store_true", help=why)
     why = "how attention sees the whole sequence"
-    g.add_argument("--cp-kind", choices=context_parallel.KINDS, default="ring", help=why)
+    g.add_argument("--cp-kind", choices=context.KINDS, default="ring", help=why)
     why = "order of the micro-batches in a pipeline"
     g.add_argument("--schedule", choices=list(schedules.SCHEDULES), default="1f1b", help=why)
     why = "what replicas split: 1 optimizer states, 2 gradients too, 3 weights too (FSDP)"

@@ -1,0 +1,183 @@
+"""Ulysses: context parallelism that trades tokens for heads, around each attention.
+
+Read context_parallel.py first, and copy it as well: its tokens, and its ring. Each of N ranks holds
+T / N tokens of every sequence. Attention works on each head by itself. So all-to-alls bring a rank
+all tokens of H / N heads, it computes attention as one process would, and an all-to-all brings
+every token's result home. With 2 ranks, 4 heads and 6 tokens; a letter is a head:
+
+                    q, k, v: all heads      all-to-all: all tokens     all-to-all back
+                    of 3 tokens             of 2 heads                 all heads of 3 tokens
+    rank 0          a0 a1 a2  b0 b1 b2      a0 a1 a2 a3 a4 a5          a0 a1 a2  b0 b1 b2
+                    c0 c1 c2  d0 d1 d2      b0 b1 b2 b3 b4 b5          c0 c1 c2  d0 d1 d2
+    rank 1          a3 a4 a5  b3 b4 b5      c0 c1 c2 c3 c4 c5          a3 a4 a5  b3 b4 b5
+                    c3 c4 c5  d3 d4 d5      d0 d1 d2 d3 d4 d5          c3 c4 c5  d3 d4 d5
+
+Sent      Q, K, V and the result once in forward, and their gradients in backward. Per rank and
+          block 4 r (C + C_kv) e B T / N bytes for B sequences of T tokens: r = (N-1)/N, C and C_kv
+          are the widths of Q and K, e bytes per element. A ring sends 4 r C_kv e B T and more. So
+          with many ranks Ulysses sends less, but nothing hides it.
+Backward  An all-to-all only moves data. So its backward is the all-to-all the other way.
+Limits    N must divide the heads. Where it doesn't divide the kv-heads, copies of them travel. For
+          more ranks than heads: rings of R ranks among all-to-alls of U, with N = R x U. A group of
+          U ranks shares the tokens that one rank of a ring would hold.
+
+    torchrun --nproc_per_node=4 -m advanced.ulysses
+
+Jacobs et al. 2023, DeepSpeed Ulysses, arXiv:2309.14509; with rings: Fang and Zhao 2024, USP,
+arXiv:2405.07719.
+"""
+
+import argparse
+import math
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.autograd.function import once_differentiable
+
+from context_parallel import Ring, held_positions, parallelize_context, shard_sequence
+
+# --- the plain form: consecutive tokens, and N divides the heads and the kv-heads
+
+
+def ulysses_attention(q, k, v, attention, group):
+    """q (B, H, T', D), k and v (B, H_kv, T', D) of this rank's T' consecutive tokens -> attention
+    to all ranks' tokens, (B, H, T', D). attention(q, k, v): that of one process."""
+    q, k, v = (Exchange.apply(x, group, 1, 2) for x in (q, k, v))  # (B, H / N, N T', D)
+    return Exchange.apply(attention(q, k, v), group, 2, 1)
+
+
+class Exchange(torch.autograd.Function):
+    """An all-to-all: cuts dimension `cut` of x into N pieces, one for each rank, and joins those
+    that arrive along dimension `join`."""
+
+    @staticmethod
+    def forward(ctx, x, group, cut, join):
+        ctx.group, ctx.cut, ctx.join = group, cut, join
+        pieces = torch.stack(x.chunk(dist.get_world_size(group), dim=cut))
+        received = torch.empty_like(pieces)
+        dist.all_to_all_single(received, pieces, group=group)
+        return torch.cat(received.unbind(0), dim=join)
+
+    @staticmethod
+    @once_differentiable  # a second derivative is an error
+    def backward(ctx, grad):
+        return Exchange.apply(grad, ctx.group, ctx.join, ctx.cut), None, None, None
+
+
+def local_attention(q, k, v):
+    """Causal attention of one process: q (B, H, T, D), k and v (B, H_kv, T, D) -> (B, H, T, D)."""
+    options = dict(is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    return nn.functional.scaled_dot_product_attention(q, k, v, **options)
+
+
+# --- any number of kv-heads, one message for k and v, and rings
+
+
+class Ulysses(nn.Module):
+    """In place of attention's core: heads are dealt out over `group`, and `core` computes attention
+    of this rank's heads for all tokens. Used as context_parallel.py's Ring is.
+
+    core  local_attention or the like: it gets q (B, H / N, N T', D), k and v, and returns q's
+          shape. Mask, scale and dropout are its own. Or, with groups of U and R ranks whose
+          product is N, a ring: Ulysses(group_of_u, Ring(group_of_r))"""
+
+    def __init__(self, group, core=local_attention):
+        super().__init__()
+        self.group, self.rank, self.n = group, dist.get_rank(group), dist.get_world_size(group)
+        self.core = core
+
+    def positions(self, length, starts=None):
+        """(T',): the positions that this rank holds, a part of its ring's rank's or of all."""
+        if not isinstance(self.core, Ring):
+            return held_positions(length, self.rank, self.n, zigzag=False)
+        return self.core.positions(length, self.n, starts).chunk(self.n)[self.rank]
+
+    def forward(self, q, k, v, *starts):
+        copies = self.n // math.gcd(k.shape[1], self.n)  # so that N divides H_kv copies
+        kv = torch.cat((k, v), dim=-1).repeat_interleave(copies, dim=1)  # (B, H_kv copies, T', 2 D)
+        q = Exchange.apply(q, self.group, 1, 2)  # (B, H / N, N T', D)
+        k, v = Exchange.apply(kv, self.group, 1, 2).chunk(2, dim=-1)
+        return Exchange.apply(self.core(q, k, v, *starts), self.group, 2, 1)
+
+
+# --- demo ---
+
+from model import GPT, IGNORE, Config, OneProcess, Sent, join_ranks, leave, text_batch
+
+
+def main():
+    parser = argparse.ArgumentParser(description="train a GPT with each form, and prove it")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--context", type=int, default=30, help="tokens of a sequence")
+    parser.add_argument("--rings", type=int, default=2, help="ranks of a ring, in the last form")
+    args = parser.parse_args()
+    device = join_ranks()
+    n, group = dist.get_world_size(), dist.group.WORLD
+    train("the plain form", PlainUlysses(group), 2 * n, args, device)
+    train("Ulysses", Ulysses(group), 2, args, device)
+    if n % args.rings == 0:
+        ranks = torch.arange(n).view(args.rings, -1)  # (R, U)
+        ring_group, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist())
+        ulysses_group, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
+        core = Ulysses(ulysses_group, Ring(ring_group))
+        train(f"Ulysses with rings of {args.rings}", core, 2, args, device)
+    leave()
+
+
+class PlainUlysses(Ulysses):
+    def forward(self, q, k, v):
+        return ulysses_attention(q, k, v, self.core, self.group)
+
+
+def train(name, core, kv_heads, args, device):
+    n, heads = dist.get_world_size(), 2 * dist.get_world_size()
+    torch.manual_seed(0)
+    config = Config(layers=2, heads=heads, kv_heads=kv_heads, width=8 * heads, context=args.context)
+    model = GPT(config).to(device, torch.float64)
+    one = OneProcess(model, torch.optim.AdamW)
+    parallelize_context(model, core)
+    optimizer = torch.optim.AdamW(model.parameters())
+    held = core.positions(args.context).to(device)  # (T',)
+    positions = held.clamp(max=args.context - 1)  # padding must have some position
+    if dist.get_rank() == 0:
+        print(f"{name}, {n} ranks, {heads} heads, {kv_heads} kv-heads")
+    for step in range(args.steps):
+        tokens, targets, count = text_batch(step, 5, args.context, device)
+        x, y = shard_sequence(tokens, held), shard_sequence(targets, held, fill=IGNORE)
+        loss = torch.zeros_like(count, dtype=torch.float64)
+        optimizer.zero_grad()
+        with Sent() as sent:
+            for rows in torch.arange(len(x)).tensor_split(2):  # micro-batches, whole sequences
+                part = model(x[rows], positions, y[rows], count)
+                part.backward()
+                loss += part.detach()
+            for p in model.parameters():
+                dist.all_reduce(p.grad)  # each rank has the part of its tokens
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        dist.all_reduce(loss)
+        alone = one.train_step(tokens, targets, count, 0.5)
+        pairs = list(zip(model.named_parameters(), one.model.parameters()))
+        gradients = [(name, p.grad, q.grad) for (name, p), q in pairs]
+        weights = [(name, p.data, q.data) for (name, p), q in pairs]
+        one.compare(step, loss, alone, gradients, weights)
+    one.prove(sent, *formula(config, core, 5 * len(held)))
+
+
+def formula(config, core, tokens):
+    """What a step sends, as text and in bytes. tokens: B T', of a rank."""
+    n, u, e = dist.get_world_size(), core.n, 8
+    head = config.width // config.heads
+    c, c_kv = config.width, math.lcm(config.kv_heads, u) * head  # C_kv: with copies
+    sent, text = 4 * (u - 1) / u * (c + c_kv) * e * tokens, "L (4 r (C + C_kv) e B T / N"
+    if isinstance(core.core, Ring):  # r here: R has (R-1)/R, and U (U-1)/U
+        r = 1 - u / n
+        sent += (4 * r + 2) * c_kv / u * e * tokens * n
+        text += " + (4 r e + 2 a) B T C_kv / U"
+    parameters = sum(p.numel() for p in GPT(config).parameters())
+    return f"{text}) + 2 r P e", config.layers * sent + 2 * (n - 1) / n * parameters * e
+
+
+if __name__ == "__main__":
+    main()
