@@ -10,27 +10,26 @@ rank 2's, and "." is a partial sum that is no longer needed:
     rank 1    1  1  1    12  1   .     .   012  .     012 012 012     rank r has the sum of chunk r
     rank 2    2  2  2    .   02  2     .    .  012    012 012 012     3, 4: an all-gather
 
-Sent      A rank sends 2 (N-1) chunks, that is 2 S (N-1)/N bytes for a tensor of S bytes: about
-          2 S, whatever N is. In no algorithm does the busiest rank send less, unless the network's
-          switches add. But each of the 2 (N-1) rounds waits for the one before: for small tensors
-          recursive doubling is faster, log2 N rounds of S bytes. Halving-doubling sends the ring's
-          bytes in 2 log2 N rounds, if N is a power of two. Two trees send 2 S for any N, in pieces
-          that follow each other: only the first piece waits log2 N rounds.
+Sent      A rank sends 2 (N-1) chunks, that is 2 S (N-1)/N bytes for a tensor of S bytes: less than
+          2 S for any N. In no algorithm does the busiest rank send less, unless the network's
+          switches add. But each of the 2 (N-1) rounds waits for the one before. So for small
+          tensors others are faster: the table above ALGORITHMS has what all seven send.
 Backward  Autograd sees none of these messages: their backward is written by hand. Where forward
           copies, backward adds up: broadcast and reduce are each other's backward, all-gather and
           reduce-scatter too. All-to-all goes back the way it came. The backward of all-reduce is
           all-reduce if the ranks' losses add up, the identity if all compute the same loss.
 Limits    For learning: torch.distributed is as fast or faster. Times: docs/learn/collectives.md.
 
-    torchrun --nproc_per_node=4 collectives.py
-    python collectives.py --nproc 6 --size 25MB
+    torchrun --nproc_per_node=4 collectives.py              (needs model.py, to count and prove)
 
 Patarasuk and Yuan 2009 (ring). Thakur, Rabenseifner and Gropp 2005 (trees, both doublings).
 Sanders, Speck and Traeff 2009 (two trees).
 """
 
+import argparse
 import copy
 import functools
+import types
 
 import torch
 import torch.distributed as dist
@@ -39,17 +38,7 @@ import torch.distributed as dist
 
 
 def plain_ring_all_reduce(x, group=None):
-    """Sum x over the group, in place. x is contiguous.
-
-    To try it, on every rank, in the place of dist.all_reduce. All start with equal weights:
-
-        optimizer.zero_grad()
-        loss = cross_entropy(model(x), y, reduction="sum") / target_count  # of all ranks
-        loss.backward()
-        for p in model.parameters():
-            plain_ring_all_reduce(p.grad)
-        optimizer.step()
-    """
+    """Sum x over the group, in place, as dist.all_reduce does. x is contiguous."""
     n, rank = dist.get_world_size(group), dist.get_rank(group)
     left, right = (rank - 1) % n, (rank + 1) % n
     chunks = x.view(-1).tensor_split(n)
@@ -126,9 +115,9 @@ class Communicator:
                 combine(t, arrived[rank], out=t)
 
 
-# --- the plain form's two loops, for any operator and any ranks
+# --- the ring for any operator: the two loops of the plain form, each a function of its own
 #
-# In all that follows x is flat, and changes in place. "Sum" and "add" stand for any operator.
+# From here on x is flat, and changes in place. "Sum" and "add" stand for any operator.
 
 
 def ring_all_reduce(comm, x, combine):
@@ -156,7 +145,118 @@ def ring_all_gather(comm, chunks):
         comm.exchange({left: passed_on}, {right: arriving})
 
 
-# --- the two shortest: all to one, and all to all
+# --- all collectives but all-reduce, named as in torch.distributed 2.13 (older:
+# all_gather_into_tensor, reduce_scatter_tensor)
+#
+# All ranks of the group must call the same collectives in the same order, with the same shapes and
+# dtypes. Not checked, here as in torch.distributed: gloo would fill a part of a buffer, or add the
+# bytes of another tensor, silently. Tensors are contiguous and share no memory. The root is given
+# by its rank in the group. `group` is a group or a Communicator.
+
+SUM, PRODUCT = dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT
+MIN, MAX = dist.ReduceOp.MIN, dist.ReduceOp.MAX
+OPERATORS = {SUM: torch.add, PRODUCT: torch.mul, MIN: torch.minimum, MAX: torch.maximum}
+
+
+def communicator_of(group):
+    """The communicator of a group, or the one that was given."""
+    return group if isinstance(group, Communicator) else Communicator(group)
+
+
+def broadcast(tensor, *, group=None, group_src=0):
+    """The root's tensor to all, down a binomial tree."""
+    comm = communicator_of(group)
+    for child, parent in binomial_tree(comm, tensor, group_src):
+        comm.exchange(child, parent)
+
+
+@torch.no_grad()
+def reduce(tensor, op=SUM, *, group=None, group_dst=0):
+    """The sum of all tensors, into the root's: broadcast's messages backwards. A rank adds its
+    children's sums to its own. Only the root's tensor changes."""
+    comm = communicator_of(group)
+    x = tensor if comm.rank == group_dst else tensor.clone()
+    for child, parent in reversed(binomial_tree(comm, x, group_dst)):
+        comm.exchange(parent, child, OPERATORS[op])
+
+
+def powers_of_two(n):
+    """1, 2, 4, ... below n."""
+    return [1 << i for i in range((n - 1).bit_length())]
+
+
+def binomial_tree(comm, x, root):
+    """For each round what this rank sends and what it receives, as `exchange` takes them. With 8
+    ranks and root 0: 0 -> 4, then 0 -> 2 and 4 -> 6, then 0 -> 1, 2 -> 3, 4 -> 5 and 6 -> 7. That
+    is log2 N rounds. A loop at the root would take N-1."""
+    place = (comm.rank - root) % comm.size  # the root is at place 0
+    rounds = []
+    for distance in reversed(powers_of_two(comm.size)):
+        child, parent = {}, {}
+        if place % (2 * distance) == 0 and place + distance < comm.size:
+            child = {(comm.rank + distance) % comm.size: x}
+        elif place % (2 * distance) == distance:
+            parent = {(comm.rank - distance) % comm.size: x}
+        rounds.append((child, parent))
+    return rounds
+
+
+def scatter(tensor, scatter_list=None, *, group=None, group_src=0):
+    """scatter_list[i] of the root into rank i's tensor, straight from the root: a tree would send
+    it several times."""
+    comm = communicator_of(group)
+    is_root = comm.rank == group_src
+    comm.exchange(dict(enumerate(scatter_list)) if is_root else {}, {group_src: tensor})
+
+
+def gather(tensor, gather_list=None, *, group=None, group_dst=0):
+    """Rank i's tensor into gather_list[i] of the root."""
+    comm = communicator_of(group)
+    is_root = comm.rank == group_dst
+    comm.exchange({group_dst: tensor}, dict(enumerate(gather_list)) if is_root else {})
+
+
+@torch.no_grad()
+def all_gather_single(output, input, group=None):
+    """Rank i's input into part i of every output. `input` may be its part of `output`."""
+    comm = communicator_of(group)
+    parts = output.view(-1).tensor_split(comm.size)
+    parts[comm.rank].copy_(input.reshape_as(parts[comm.rank]))
+    ring_all_gather(comm, parts)
+
+
+@torch.no_grad()
+def reduce_scatter_single(output, input, op=SUM, group=None):
+    """The sum of part i of all inputs into rank i's output. `input` stays as it is, unless `output`
+    is a part of it."""
+    comm = communicator_of(group)
+    sums = input.flatten().clone().tensor_split(comm.size)  # the ring adds in place
+    ring_reduce_scatter(comm, sums, OPERATORS[op])
+    output.copy_(sums[comm.rank].view(output.shape))
+
+
+def all_to_all_single(output, input, output_split_sizes=None, input_split_sizes=None, group=None):
+    """Part j of rank i's input into part i of rank j's output, in one round. Parts are equal, or
+    have as many rows as the split sizes say."""
+    comm = communicator_of(group)
+    outgoing = input.split(input_split_sizes or len(input) // comm.size)
+    incoming = output.split(output_split_sizes or len(output) // comm.size)
+    comm.exchange(dict(enumerate(outgoing)), dict(enumerate(incoming)))
+
+
+def barrier(group=None):
+    """No rank leaves before all have come. In round k a rank tells the one 2^k further on: log2 N
+    rounds (Hensgen, Finkel and Manber 1988)."""
+    comm = communicator_of(group)
+    device = "cuda" if dist.get_backend(comm.group) == "nccl" else "cpu"
+    hello, heard = torch.zeros(2, 1, device=device, dtype=torch.uint8)
+    for distance in powers_of_two(comm.size):
+        ahead, behind = (comm.rank + distance) % comm.size, (comm.rank - distance) % comm.size
+        comm.exchange({ahead: hello}, {behind: heard})
+    heard.item()  # on nccl only the stream has waited so far
+
+
+# --- six more all-reduces. The two shortest: all to one, and all to all
 
 
 def server_all_reduce(comm, x, combine):
@@ -177,11 +277,6 @@ def direct_all_reduce(comm, x, combine):
 
 
 # --- doubling: in round k the partners are the ranks 2^k apart. log2 N rounds
-
-
-def powers_of_two(n):
-    """1, 2, 4, ... below n."""
-    return [1 << i for i in range((n - 1).bit_length())]
 
 
 def recursive_doubling_all_reduce(comm, x, combine):
@@ -258,21 +353,22 @@ def hierarchical_all_reduce(comm, x, combine, node_size=None):
 TREE_PIECE = 1 << 17  # elements, 512 KB of float32: what a double tree sends at a time
 
 
-def double_tree_all_reduce(comm, x, combine):
+def double_tree_all_reduce(comm, x, combine, piece_size=TREE_PIECE):
     """Pieces of each half travel up to the root, one behind the other, and are added on the way.
-    Then the sums travel down. A rank sends at most two pieces per round, in all 2 S bytes in
-    2 (log2 N + pieces - 1) rounds."""
-    rounds = double_tree(comm, x)
+    Then the sums travel down. That is 2 (log2 N + pieces - 1) rounds, and a rank sends at most two
+    pieces in each: it has at most four links of S/2 bytes, three in one tree and one in the other.
+    With 2 ranks there are two links, with 3 three."""
+    rounds = double_tree(comm, x, piece_size)
     for children, parents in rounds:
         comm.exchange(parents, children, combine)
     for children, parents in reversed(rounds):
         comm.exchange(children, parents)
 
 
-def double_tree(comm, x):
+def double_tree(comm, x, piece_size):
     """This rank's (children, parents) in each round of the way up, as {rank: piece of x}."""
     n, height = comm.size, (comm.size - 1).bit_length()
-    first, second = (half.split(TREE_PIECE) for half in x.tensor_split(2))
+    first, second = (half.split(piece_size) for half in x.tensor_split(2))
     rounds = [({}, {}) for _ in range(len(first) + height - 1)]
     for pieces, links in ((first, tree_links(n)), (second, tree_links(n, mirrored=True))):
         for child, parent, depth in links:
@@ -311,7 +407,7 @@ def path_to_root(place, n):
     return path
 
 
-# --- all of them
+# --- all-reduce, by any of the seven
 #
 #                       rounds                    the busiest rank sends   all send together
 # server                2                         (N-1) S                  2 (N-1) S
@@ -320,7 +416,7 @@ def path_to_root(place, n):
 # recursive-doubling    log2 N                    S log2 N                 N S log2 N
 # halving-doubling      2 log2 N                  2 (N-1)/N S              2 (N-1) S
 # hierarchical          2 (k-1) + 2 (N/k-1)       2 (N-1)/N S              2 (N-1) S
-# double-tree           2 (log2 N + pieces - 1)   2 S                      2 (N-1) S
+# double-tree           2 (log2 N + pieces - 1)   2 S; N S/2 if N < 4      2 (N-1) S
 #
 # S: the tensor's bytes. k: ranks per node. The doublings where N is a power of two. Else the
 # busiest rank sends S more than with the power of two below N, in up to two more rounds.
@@ -335,149 +431,119 @@ ALGORITHMS = {
     "hierarchical": hierarchical_all_reduce,
 }
 
-# --- the collectives, named as in torch.distributed 2.13 (older:
-# all_gather_into_tensor, reduce_scatter_tensor)
-#
-# All ranks of the group must call the same collectives in the same order, with the same shapes and
-# dtypes. Not checked, here as in torch.distributed: gloo would fill a part of a buffer, or add the
-# bytes of another tensor, silently. Tensors are contiguous and share no memory. The root is given
-# by its rank in the group. `group` is a group or a Communicator: the demo's counts its messages.
-
-SUM, PRODUCT = dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT
-MIN, MAX = dist.ReduceOp.MIN, dist.ReduceOp.MAX
-OPERATORS = {SUM: torch.add, PRODUCT: torch.mul, MIN: torch.minimum, MAX: torch.maximum}
-
-
-def communicator_of(group):
-    """The communicator of a group, or the one that was given."""
-    return group if isinstance(group, Communicator) else Communicator(group)
-
 
 @torch.no_grad()
 def all_reduce(tensor, op=SUM, group=None, algorithm="ring", **options):
     """The sum of all tensors, in place. It has the same bits on all ranks; another algorithm's may
-    differ by rounding, because it adds in another order.
-
-        all_reduce(gradient)
-        all_reduce(x, MAX, group, algorithm="halving-doubling")    # a name of ALGORITHMS
-    """
+    differ by rounding, because it adds in another order. `options` are that algorithm's."""
     ALGORITHMS[algorithm](communicator_of(group), tensor.view(-1), OPERATORS[op], **options)
-
-
-def broadcast(tensor, *, group=None, group_src=0):
-    """The root's tensor to all, down a binomial tree."""
-    comm = communicator_of(group)
-    for child, parent in binomial_tree(comm, tensor, group_src):
-        comm.exchange(child, parent)
-
-
-@torch.no_grad()
-def reduce(tensor, op=SUM, *, group=None, group_dst=0):
-    """The sum of all tensors, into the root's: broadcast's messages backwards. A rank adds its
-    children's sums to its own. Only the root's tensor changes."""
-    comm = communicator_of(group)
-    x = tensor if comm.rank == group_dst else tensor.clone()
-    for child, parent in reversed(binomial_tree(comm, x, group_dst)):
-        comm.exchange(parent, child, OPERATORS[op])
-
-
-def binomial_tree(comm, x, root):
-    """For each round what this rank sends and what it receives, as `exchange` takes them. With 8
-    ranks and root 0: 0 -> 4, then 0 -> 2 and 4 -> 6, then 0 -> 1, 2 -> 3, 4 -> 5 and 6 -> 7. That
-    is log2 N rounds. A loop at the root would take N-1."""
-    place = (comm.rank - root) % comm.size  # the root is at place 0
-    rounds = []
-    for distance in reversed(powers_of_two(comm.size)):
-        child, parent = {}, {}
-        if place % (2 * distance) == 0 and place + distance < comm.size:
-            child = {(comm.rank + distance) % comm.size: x}
-        elif place % (2 * distance) == distance:
-            parent = {(comm.rank - distance) % comm.size: x}
-        rounds.append((child, parent))
-    return rounds
-
-
-def scatter(tensor, scatter_list=None, *, group=None, group_src=0):
-    """scatter_list[i] of the root into rank i's tensor, straight from the root: a tree would send
-    it several times."""
-    comm = communicator_of(group)
-    is_root = comm.rank == group_src
-    comm.exchange(dict(enumerate(scatter_list)) if is_root else {}, {group_src: tensor})
-
-
-def gather(tensor, gather_list=None, *, group=None, group_dst=0):
-    """Rank i's tensor into gather_list[i] of the root."""
-    comm = communicator_of(group)
-    is_root = comm.rank == group_dst
-    comm.exchange({group_dst: tensor}, dict(enumerate(gather_list)) if is_root else {})
-
-
-@torch.no_grad()
-def all_gather_single(output, input, group=None):
-    """Rank i's input into part i of every output. `input` may be its part of `output`."""
-    comm = communicator_of(group)
-    parts = output.view(-1).tensor_split(comm.size)
-    parts[comm.rank].copy_(input.reshape_as(parts[comm.rank]))
-    ring_all_gather(comm, parts)
-
-
-@torch.no_grad()
-def reduce_scatter_single(output, input, op=SUM, group=None):
-    """The sum of part i of all inputs into rank i's output. `input` stays as it is, unless `output`
-    is a part of it."""
-    comm = communicator_of(group)
-    sums = input.flatten().clone().tensor_split(comm.size)  # the ring adds in place
-    ring_reduce_scatter(comm, sums, OPERATORS[op])
-    output.copy_(sums[comm.rank].view(output.shape))
-
-
-def all_to_all_single(output, input, output_split_sizes=None, input_split_sizes=None, group=None):
-    """Part j of rank i's input into part i of rank j's output, in one round. Parts are equal, or
-    have as many rows as the split sizes say."""
-    comm = communicator_of(group)
-    outgoing = input.split(input_split_sizes or len(input) // comm.size)
-    incoming = output.split(output_split_sizes or len(output) // comm.size)
-    comm.exchange(dict(enumerate(outgoing)), dict(enumerate(incoming)))
-
-
-def barrier(group=None):
-    """No rank leaves before all have come. In round k a rank tells the one 2^k further on: log2 N
-    rounds (Hensgen, Finkel and Manber 1988)."""
-    comm = communicator_of(group)
-    device = "cuda" if dist.get_backend(comm.group) == "nccl" else "cpu"
-    hello, heard = torch.zeros(2, 1, device=device, dtype=torch.uint8)
-    for distance in powers_of_two(comm.size):
-        ahead, behind = (comm.rank + distance) % comm.size, (comm.rank - distance) % comm.size
-        comm.exchange({ahead: hello}, {behind: heard})
-    heard.item()  # on nccl only the stream has waited so far
 
 
 # --- demo ---
 
-import sys
-
-import harness
-from harness.start import launch
-from receipts import collectives as receipt
+from model import Sent, join_ranks, leave
 
 
 def main():
-    args = receipt.parse_args(__doc__)
-    launch(demo, args, check=functools.partial(receipt.check, args))
+    parser = argparse.ArgumentParser(description="run every collective beside torch's own")
+    parser.add_argument("--elements", type=int, default=50000, help="of a tensor, about")
+    parser.add_argument("--node-size", type=int, help="of hierarchical (default: 2, for odd N 1)")
+    args = parser.parse_args()
+    device = join_ranks()
+    rank, n = dist.get_rank(), dist.get_world_size()
+    unit = 8 * n * (1 << n.bit_length())  # all chunks, halves and pieces come out equal
+    numbers = torch.arange(-(-args.elements // unit) * unit, device=device) % 17 * (rank + 1)
+    ours, theirs = types.SimpleNamespace(**globals()), types.SimpleNamespace(**vars(dist))
+    theirs.plain_ring_all_reduce = dist.all_reduce
+    theirs.all_reduce = lambda y, **options: dist.all_reduce(y)
+    if not hasattr(dist, "all_gather_single"):  # before torch 2.13
+        theirs.all_gather_single = dist.all_gather_into_tensor
+        theirs.reduce_scatter_single = dist.reduce_scatter_tensor
+    x_bytes = 8 * len(numbers)
+    expected = formulas(n, x_bytes)
+    verdict = f"all {len(expected)} on {n} ranks: proven, to the bit, in int64 and float64"
+    if rank == 0:
+        print(
+            f"{x_bytes:,} bytes          the busiest rank sends = formula      all send = formula"
+        )
+    for name, due in expected.items():
+        for dtype in torch.int64, torch.float64:  # of whole numbers: all sums are exact
+            x = numbers.to(dtype)
+            right, run = calls(theirs, x, args.node_size)[name]
+            run()
+            result, run = calls(ours, x, args.node_size)[name]
+            with Sent() as sent:
+                run()
+            on_ranks = [None] * n
+            dist.all_gather_object(on_ranks, (torch.equal(result, right), sent.bytes))
+            equal, sent_bytes = zip(*on_ranks)
+            counted = max(sent_bytes), sum(sent_bytes)
+            if not all(equal):
+                verdict = f"NOT proven: the result of {name} differs from torch's"
+            elif counted != due:
+                verdict = f"{name} NOT proven: sent and formula differ"
+        if rank == 0:
+            pairs = [f"{count:,.0f} = {formula:,}" for count, formula in zip(counted, due)]
+            print(f"{name:22s}{pairs[0]:>27s}{pairs[1]:>31s}")
+        if "NOT" in verdict:
+            break
+    if rank == 0:
+        print(verdict)
+    leave(int("NOT" in verdict))
 
 
-def demo(run):
-    """Every collective beside torch's; then the messages of each all-reduce, counted."""
-    differ = receipt.differences(sys.modules[__name__], run)
-    table = receipt.Table(run, TREE_PIECE)
+def calls(library, x, node_size):
+    """{name: (a tensor, what fills it)}. The root is the last rank."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    root, parts, y = n - 1, list(x.tensor_split(n)), x.clone()
+    part, rows = parts[rank].clone(), list(y.tensor_split(n))
+    if rank != root:
+        parts = rows = None
+    found = {
+        "plain_ring_all_reduce": (y, lambda: library.plain_ring_all_reduce(y)),
+        "broadcast": (y, lambda: library.broadcast(y, group_src=root)),
+        # Torch leaves anything in y on the other ranks
+        "reduce": (y if rank == root else x, lambda: library.reduce(y, group_dst=root)),
+        "scatter": (part, lambda: library.scatter(part, parts, group_src=root)),
+        "gather": (y, lambda: library.gather(part, rows, group_dst=root)),
+        "all_gather_single": (y, lambda: library.all_gather_single(y, part)),
+        "reduce_scatter_single": (part, lambda: library.reduce_scatter_single(part, x)),
+        "all_to_all_single": (y, lambda: library.all_to_all_single(y, x)),
+        "barrier": (y, lambda: library.barrier()),
+    }
+    options = {name: {} for name in ALGORITHMS}
+    options["hierarchical"] = {"node_size": node_size}
+    options["double-tree"] = {"piece_size": len(x) // 8}  # four pieces of each half
     for name in ALGORITHMS:
-        comm = receipt.counting_communicator(Communicator)
-        x = torch.zeros(table.size // 4, device=run.device)
-        options = {"node_size": table.node} if name == "hierarchical" else {}
-        all_reduce(x, group=comm, algorithm=name, **options)
-        table.add_row(name, comm.counts)
-    return table.verdict(differ)
+        run = functools.partial(library.all_reduce, y, algorithm=name, **options[name])
+        found[name] = y, run
+    return found
+
+
+def formulas(n, S):
+    """{name: (bytes that the busiest rank sends, bytes that all send)}, for tensors of S bytes."""
+    log2, chunks, least = (n - 1).bit_length(), (n - 1) * S // n, 2 * (n - 1) * S
+    p = 1 << (n.bit_length() - 1)  # a power of two: the doublings fold the other ranks into these
+    levels, fold = p.bit_length() - 1, S if p < n else 0
+    return {
+        "plain_ring_all_reduce": (2 * chunks, least),
+        "broadcast": (log2 * S, (n - 1) * S),
+        "reduce": (S, (n - 1) * S),
+        "scatter": (chunks, chunks),
+        "gather": (S // n, chunks),
+        "all_gather_single": (chunks, (n - 1) * S),
+        "reduce_scatter_single": (chunks, (n - 1) * S),
+        "all_to_all_single": (chunks, (n - 1) * S),
+        "barrier": (log2, n * log2),
+        "server": ((n - 1) * S, least),
+        "direct": ((n - 1) * S, n * (n - 1) * S),
+        "ring": (2 * chunks, least),
+        "recursive-doubling": (levels * S + fold, (levels * p + 2 * (n - p)) * S),
+        "halving-doubling": (2 * (p - 1) * S // p + fold, least),
+        "hierarchical": (2 * chunks, least),
+        "double-tree": (min(n, 4) * S // 2, least),
+    }
 
 
 if __name__ == "__main__":
-    harness.script(main)
+    main()

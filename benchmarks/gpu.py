@@ -43,7 +43,7 @@ MODELS += ["--preset llama3-8b --layers 4 --batch 2 --compile"]
 STEPS, WARM_UP, TURNS = 30, 10, 2  # steps, of these not counted, turns of each rival
 PROFILED = 3  # steps of a run that train.py --profile-to traces
 
-NAMES = "collectives muon muon_in_grid composition zero_in_grid tensor_parallel"
+NAMES = "muon muon_in_grid composition zero_in_grid tensor_parallel"
 NAMES += " sequence_parallel tensor_overlap expert_parallel dualpipe"
 TECHNIQUES = [f"{name}.py" for name in NAMES.split()]
 TECHNIQUES += ["diloco.py --stream 2 --stream-delay 1 --outer-bits 4"]
@@ -77,14 +77,12 @@ def ranks_of(gpus):
 
 
 def proof(case):
-    words = [case, "--quiet"]
-    if not case.startswith("collectives.py"):
-        words += ["--steps 3 --timeout 120 --heads 8"]
-        words += [] if "--dtype" in case else ["--dtype float64"]
-        words += ["--width 32 --context 32"] if "--device cpu" in case else []
-        words += [ALONE] if case.startswith("train.py") else []
+    words = [case, "--quiet", "--steps 3 --timeout 120 --heads 8"]
+    words += [] if "--dtype" in case else ["--dtype float64"]
+    words += ["--width 32 --context 32"] if "--device cpu" in case else []
+    words += [ALONE] if case.startswith("train.py") else []
     receipt = benchmarks.receipt(" ".join(words), passing=(0, 1))
-    error = receipt.get("max_error", {}).get("grad")  # collectives.py has none
+    error = receipt.get("max_error", {}).get("grad")
     if not receipt["ok"]:
         raise harness.Refused(f"the receipt: largest error of a gradient {error}")
     return {"ranks": receipt["world_size"], "error": error}

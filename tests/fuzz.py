@@ -71,7 +71,7 @@ def value_of(action, chance):
 def draw(parsers, chance):
     """(script, its flags)."""
     name = chance.choice([*SCRIPTS, *["train"] * 5])
-    words = [] if name == "collectives" else list(SMALL)
+    words = list(SMALL)
     actions = [a for a in parsers[name]._actions if a.option_strings and a.dest not in LEFT_OUT]
     for action in chance.sample(actions, chance.choice([0, 1, 1, 1, 2, 2, 3])):
         words.append(action.option_strings[-1])

@@ -563,22 +563,6 @@ def test_usage_of_two_techniques(copied, heading, model, rows):
     copied(TOPS, 8 if rows == "boxes" else 4, work)
 
 
-@on_top_of("collectives", 3)
-def test_usage_of_collectives(collectives):
-    rank = dist.get_rank()
-    names = vars(collectives) | dict(group=None, x=torch.ones(1) + rank, gradient=torch.ones(1))
-    names = run_usage(collectives.all_reduce, **names)
-    assert names["x"].tolist() == names["gradient"].tolist() == [3]
-    torch.manual_seed(0)
-    x, y, model = torch.randn(12, 6).double(), torch.randint(5, (12,)), nn.Linear(6, 5).double()
-    expected = torch.autograd.grad(F.cross_entropy(model(x), y), list(model.parameters()))
-    share = torch.arange(12).split([6, 4, 2])[rank]
-    names |= dict(x=x[share], y=y[share], model=model, target_count=12)
-    names |= dict(cross_entropy=F.cross_entropy, optimizer=torch.optim.SGD(model.parameters()))
-    run_usage(collectives.plain_ring_all_reduce, **names)
-    torch.testing.assert_close([p.grad for p in model.parameters()], list(expected))
-
-
 # --- what a model may be besides
 
 

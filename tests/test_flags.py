@@ -50,8 +50,7 @@ def test_help_fits_two_screens(script, monkeypatch):
     monkeypatch.setattr(sys, "argv", [script, "--help-all"])
     everything = parser_of(script, monkeypatch).format_help()
     assert usual.count("\n") < 110 and "--help-all" in usual
-    if script != "collectives":  # which has few flags
-        assert "--batch" in usual and "--timeout" not in usual and "--timeout" in everything
+    assert "--batch" in usual and "--timeout" not in usual and "--timeout" in everything
 
 
 def test_one_vocabulary(monkeypatch):

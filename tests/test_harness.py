@@ -116,8 +116,7 @@ zero_bubble --schedule interleaved --chunks 1000000 -> a schedule of
 expert_parallel --chunks 1000000 -> a micro-batch has 1,024 tokens
 train --ep 2 --dp 2 --experts 2 --expert-chunks 1000000 -> has 2,048 tokens
 muon --timeout 1e308 -> at most 1,000,000
-collectives --nproc 1000000 -> 1,000,000 ranks are too many for one machine
-collectives --nproc 10 --nodes-of 4 -> 10 ranks do not divide into nodes of --nodes-of 4
+muon --nproc 1000000 --batch 2000000 -> 1,000,000 ranks are too many for one machine
 train --dry-run --gpu x=0GB,0TFLOP/s,0TB/s -> not known
 train --documents <|endoftext|> --cp 2 --cp-kind gather -> each rank uses other keys: use ring
 expert_parallel --capacity 0 -> drops every token

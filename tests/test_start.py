@@ -366,7 +366,7 @@ def on_one_core():
         os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
 
 
-@pytest.mark.parametrize("script", [*(n for n in ON_HARNESS if n != "collectives"), "train"])
+@pytest.mark.parametrize("script", [*ON_HARNESS, "train"])
 def test_every_technique_on_one_rank(tmp_path, script):
     done = Script(tmp_path, script, [*SMALL, "--nproc", "1", "--dtype", "float64"], on_one_core)
     assert done.end() == 0 and " proven: " in done.output()
