@@ -1,54 +1,86 @@
 """Sequence parallelism: between the split layers of tensor parallelism, the tokens are split too.
 
-Read tensor_parallel.py first. There each of t ranks holds all tokens between the layers, and all do
-the same work on them: norms, dropout, biases, additions. Each of these works on every token by
-itself. So here a rank does it for T/t consecutive tokens, and stores those only:
+Builds on tensor_parallel.py: read that first, and take it along. There each of t ranks holds all
+tokens between the layers, and all do the same work on them: norms, dropout, biases, additions. Each
+of these works on every token by itself. So here a rank does it for T/t consecutive tokens:
 
-          split tokens   |      all tokens, split matrices      |   split tokens
-    x --+----> norm ---- f ---> up ---> gelu ---> down -------- g --> + bias -> dropout -> + --> y
-        | (B,T/t,C)     (B,T,C)     (B,T,H/t)      (B,T,C) partial   (B,T/t,C)             |
-        +----------------------------------------------------------------------------------+
+          split tokens   |        all tokens, split matrices         |   split tokens
+    x --+----> norm -- gather --> up ---> gelu ---> down -- reduce-scatter --> + bias -> + --> y
+        | (B,T/t,C)     (B,T,C)     (B,T,H/t)   (B,T,C) partial     (B,T/t,C)            |
+        +--------------------------------------------------------------------------------+
 
-Sent        in forward                            in backward
-    f       all-gather of the tokens              reduce-scatter of their gradients
-    g       reduce-scatter of the partial sums    all-gather of the gradients
+Sent      An all-reduce is a reduce-scatter and then an all-gather, and here they are apart. In each
+          a rank sends r = (t-1)/t of the tensor. A block has four of each, forward and backward,
+          embedding and head two of each together: r B T C e (8 L + 4), as in tensor parallelism.
+          Norms, positions and the biases after the reduce-scatter, P numbers in all, see this
+          rank's tokens only: one all-reduce of their gradients a step, 2 r P e more.
+Backward  Of the all-gather: each rank has a gradient for every token, of its own part of the layer.
+          The sum is the token's gradient, and a rank needs its own tokens': a reduce-scatter. Of
+          the reduce-scatter: each rank's x is a term of the sum for every token, and gets that
+          token's gradient: an all-gather.
+Limits    A GPT-2 block of tensor parallelism holds 4 + 12/t times B T C elements for backward, here
+          it is 2 + 14/t: the layers after a gather hold its result. (The paper gathers again, and
+          holds 16/t: tensor_overlap.py.) t must divide T. More: docs/learn/tensor-parallelism.md.
 
-An all-reduce is a reduce-scatter and then an all-gather. In each a rank sends r = (t-1)/t of the
-tensor. So a block sends as much as in tensor parallelism: 8 r B T C e, at e bytes an element. The
-embedding's g leaves the split tokens, the head's f gathers them. t must divide T.
+    torchrun --nproc_per_node=4 sequence_parallel.py   (needs model.py, to train and prove itself)
 
-In tensor parallelism a GPT-2 block holds 4 + 12/t times B T C elements: two norms' inputs and
-results, and its part of q, k, v, attention's result and the hidden units. Here it is 2 + 14/t: the
-2 are f's results, which the layers behind f hold for their weights' gradients. The paper gathers
-them again in backward, 16/t: tensor_overlap.py can, too.
-
-Norms, positions and the biases after g (P numbers in all) see this rank's tokens only, so their
-gradients are partial sums: one all-reduce a step, 2 r P e bytes.
-
-    torchrun --nproc_per_node=4 sequence_parallel.py
-    python sequence_parallel.py --family llama --nproc 2
-
-Korthikanti et al. 2022, Reducing activation recomputation, arXiv:2205.05198, section 4.2.2.
+Korthikanti et al. 2022, Reducing activation recomputation, arXiv:2205.05198, section 4.2.2 (there
+the gather is g, and the reduce-scatter g-bar).
 """
+
+import argparse
+import math
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable  # refuses a gradient of a gradient
 
-from tensor_parallel import Enter, Leave, parallelize_tensors, placement
+from tensor_parallel import (
+    AsModule,
+    ColumnParallelLinear,
+    Leave,
+    PlainTensorMLP,
+    RowParallelLinear,
+    grad_norm,
+    parallelize_tensors,
+    placement,
+    unshard,
+)
 
-# --- f and g, in place of tensor parallelism's. Their messages:
-#
-#     gather_tokens            (B, T/t, C) -> (B, T, C)    all ranks' tokens, in order
-#     reduce_scatter_tokens    (B, T, C) -> (B, T/t, C)    this rank's tokens of the sum
-#
-# The paper has other names: its g is our f, and its g-bar is our g.
+# --- the plainest form: two messages in the place of Enter and Leave
+
+
+def gather_tokens(x, group):
+    """All ranks' tokens in order: x (B, T/t, C) -> (B, T, C)."""
+    shards = x.new_empty(dist.get_world_size(group), *x.shape)  # (t, B, T/t, C)
+    all_gather_into_tensor(shards.flatten(0, 1), x.contiguous(), group=group)  # into a view
+    return shards.transpose(0, 1).flatten(1, 2)
+
+
+def reduce_scatter_tokens(x, group):
+    """This rank's tokens of the sum of all ranks' x: (B, T, C) -> (B, T/t, C)."""
+    shards = shards_of_tokens(x, group)
+    own = torch.empty_like(shards[0])
+    reduce_scatter_tensor(own, shards.flatten(0, 1), group=group)
+    return own
+
+
+def shards_of_tokens(x, group):
+    """(B, T, C) -> (t, B, T/t, C), as messages need them: each rank's tokens in one piece. With
+    tokens first, (T, B, C), as in Megatron, nothing would be copied."""
+    shards = x.unflatten(1, (dist.get_world_size(group), -1))
+    return shards.transpose(0, 1).contiguous()
+
+
+# torch 2.13 renamed these two; older versions know only the second name
+all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class GatherTokens(torch.autograd.Function):
-    """f: every rank gets all tokens, so in backward each has a gradient for every token. Backward
-    sums these over the ranks, and keeps the sums of this rank's tokens."""
+    """In the place of Enter. Every rank gets all tokens."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -62,8 +94,7 @@ class GatherTokens(torch.autograd.Function):
 
 
 class ReduceScatterTokens(torch.autograd.Function):
-    """g: the sum of all ranks' x, of which each rank keeps its tokens. Backward gathers, so that
-    each x gets the gradient of all tokens."""
+    """In the place of Leave. Every rank gets the sum of its own tokens."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -76,106 +107,63 @@ class ReduceScatterTokens(torch.autograd.Function):
         return gather_tokens(grad, ctx.group), None
 
 
-def plain_sequence_mlp(x, norm, up, down, bias, group):
-    """The picture without dropout: x (B, T/t, C) -> (B, T/t, C). Rank r of t has the tokens
-    x.chunk(t, dim=1)[r] of the whole x. up (H/t, C) and down (C, H/t) are shards. norm and bias are
-    whole, but they see this rank's tokens only, so their gradients are partial sums. Once a step,
-    after its last backward pass:
+class PlainSequenceMLP(PlainTensorMLP):
+    """x (B, T/t, C) -> (B, T/t, C): this rank's tokens x.chunk(t, dim=1)[rank]."""
 
-        for p in (*norm.parameters(), bias):
-            dist.all_reduce(p.grad, group=group)"""
-    full = GatherTokens.apply(norm(x), group)  # f: (B, T, C)
-    hidden = F.gelu(F.linear(full, up))  # (B, T, H/t)
-    partial = F.linear(hidden, down)  # (B, T, C)
-    return x + ReduceScatterTokens.apply(partial, group) + bias  # g: (B, T/t, C)
-
-
-# --- the two messages. async_op=True: they return a function that waits, and returns the tokens.
-#     (With tokens first, (T, B, C), as in Megatron, nothing would be transposed)
-
-# torch 2.13 renamed these two; older versions know only the second name
-all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def gather_tokens(x, group, async_op=False):
-    """All ranks' tokens in order: x (B, T/t, C) -> (B, T, C)."""
-    shards = x.new_empty(dist.get_world_size(group), *x.shape)  # (t, B, T/t, C)
-    flat = shards.flatten(0, 1)  # a view, through which the message fills `shards`
-    work = all_gather_into_tensor(flat, x.contiguous(), group=group, async_op=True)
-
-    def finish():
-        work.wait()
-        return shards.transpose(0, 1).flatten(1, 2)
-
-    return finish if async_op else finish()
-
-
-def reduce_scatter_tokens(x, group, async_op=False):
-    """This rank's tokens of the sum of all ranks' x: (B, T, C) -> (B, T/t, C)."""
-    shards = x.unflatten(1, (dist.get_world_size(group), -1))
-    shards = shards.transpose(0, 1).contiguous()  # (t, B, T/t, C)
-    if dist.get_backend(group) == "gloo":  # for CPUs: its reduce-scatter sends twice the bytes
-        message, received = dist.all_to_all_single, torch.empty_like(shards)
-    else:
-        message, received = reduce_scatter_tensor, torch.empty_like(shards[:1])
-    work = message(received, shards, group=group, async_op=True)
-
-    def finish(sent=shards):  # the message reads them until the wait
-        work.wait()
-        return received[0] if len(received) == 1 else received.sum(0)
-
-    return finish if async_op else finish()
+    def forward(self, x, batch=None):
+        full = GatherTokens.apply(x, self.group)  # (B, T, C)
+        hidden = F.linear(full, self.up, self.up_bias)  # (B, T, H/t)
+        hidden = F.gelu(hidden, approximate="tanh")
+        partial = F.linear(hidden, self.down)  # (B, T, C)
+        # Once a step sum down_bias.grad, which saw this rank's tokens only. So for each norm
+        return ReduceScatterTokens.apply(partial, self.group) + self.down_bias  # (B, T/t, C)
 
 
 def shard_tokens(full, group):
     """This rank's shard of numbers per token, such as positions: (..., T) -> (..., T/t)."""
-    shards = full.unflatten(-1, (dist.get_world_size(group), -1))  # (..., t, T/t)
-    return shards[..., dist.get_rank(group), :]
+    return full.chunk(dist.get_world_size(group), dim=-1)[dist.get_rank(group)]
 
 
-# --- a model of yours. First tensor_parallel.py's recipe, down to its optimizer. Then new f and g:
-#
-#     model.embed.leave = Leave(group, ReduceScatterTokens)
-#     for block in model.blocks:
-#         attn, mlp = block.attn, block.mlp
-#         for first, last in (attn.qkv, attn.proj), (mlp.up, mlp.down):
-#             first[0] = Enter(group, GatherTokens)  # it is Sequential(Enter, the layer)
-#             last.leave = Leave(group, ReduceScatterTokens)
-#     model.head[0] = Enter(group, GatherTokens)
-#     mark_partial(model.parameters(), group)
-#
-#     optimizer.zero_grad()  # from here on in place of its loop
-#     for tokens, targets in microbatches:
-#         criterion(model(tokens), targets, target_count).backward()
-#     reduce_partial(model.parameters())  # once a step
-#     check_replicas_agree(model.parameters(), group)  # in the first: finds a sum that is missing
-#     # next grad_norm, clip and step, as there
-#
-# tokens and targets are whole. Where t does not divide T, pad them at the end, and have the loss
-# ignore the padding. Add the learned positions of this rank's tokens only:
-# embed(tokens) + position(shard_tokens(positions, group)). Rotary positions stay whole, because
-# attention sees all tokens. Dropout masks must differ between ranks: torch.manual_seed(seed + rank)
-# when the weights are made. Under autocast cast what a norm returns, or f sends float32.
+# --- for CPUs. gloo's reduce-scatter sends as much as an all-reduce, twice the bytes. So there an
+#     all-to-all brings each rank's shards of this rank's tokens, and this rank adds them up
 
-# --- the same sum of partial gradients for a whole model, in one message
+
+def exchange_tokens(x, group):
+    """As reduce_scatter_tokens: (B, T, C) -> (B, T/t, C)."""
+    shards = shards_of_tokens(x, group)
+    received = torch.empty_like(shards)
+    dist.all_to_all_single(received, shards, group=group)
+    return received.sum(0)
+
+
+class GatherTokensOnGloo(GatherTokens):
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return exchange_tokens(grad, ctx.group), None
+
+
+class ReduceScatterTokensOnGloo(ReduceScatterTokens):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return exchange_tokens(x, group)
+
+
+# --- partial gradients: those of whole parameters, which saw this rank's tokens only. They are
+#     summed in one message
 
 
 def mark_partial(parameters, group):
-    """Note in the placement of each unsplit parameter that backward leaves a partial sum of its
-    gradient, because it saw this rank's tokens only. Call it after all cuts."""
+    """Note in the placement of each parameter that is not cut over `group` that backward leaves a
+    partial sum of its gradient. Call it after all cuts. Leave out experts that see all ranks'
+    tokens: their gradients are complete."""
     group = group or dist.group.WORLD
     for p in parameters:
         where = placement(p)
-        split = any(share_ranks(other, group) for other, _, _ in where["cuts"].values())
-        if not split and group not in where["partial"]:
+        cut_over = [over for over, _, _ in where["cuts"].values()]
+        if group not in cut_over and group not in where["partial"]:
             p.placement = where | {"partial": [*where["partial"], group]}
-
-
-def share_ranks(group, other):
-    """Whether two groups have more ranks in common than this one."""
-    ranks = set(dist.get_process_group_ranks(group))
-    return len(ranks.intersection(dist.get_process_group_ranks(other))) > 1
 
 
 def reduce_partial(parameters):
@@ -184,152 +172,151 @@ def reduce_partial(parameters):
     gradient adds zeros and gets the sum, so that all replicas take the same step."""
     members_of = {}  # {group: parameters}
     for p in dict.fromkeys(parameters):  # each once
-        if p.requires_grad and placement(p)["partial"]:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-            refuse_second_sum(p)
+        if p.requires_grad:
             for group in placement(p)["partial"]:
                 members_of.setdefault(group, []).append(p)
     for group, members in members_of.items():
+        for p in members:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
         flat = torch.cat([p.grad.flatten() for p in members])
         dist.all_reduce(flat, group=group)
-        sums = flat.split([p.numel() for p in members])
-        for p, total in zip(members, sums):
-            p.grad.data.copy_(total.view_as(p))  # .data leaves _version as it is
-            p.grad.completed_at = p.grad._version  # for refuse_second_sum
-
-
-# --- a mistake that would be silent: refused
-
-
-def refuse_second_sum(parameter):
-    """Refuse a second sum, and a backward pass after a sum, which would add an unsummed gradient:
-    reduce_partial inside the micro-batch loop. torch raises a tensor's _version with every change
-    in place, so one equal to that of the sum says that nothing has happened since. (Clipping is a
-    change, too: after it nothing is noticed.)"""
-    gradient = parameter.grad
-    completed_at = getattr(gradient, "completed_at", None)
-    # any(): under a FLOP counter zero_grad() leaves _version as it is
-    if completed_at is not None and completed_at == gradient._version and gradient.any():
-        raise RuntimeError(
-            "this gradient is summed over the ranks already: sum once a step, after the last "
-            "backward pass, and call zero_grad() before the next one"
-        )
-    if not hasattr(parameter, "guarded"):  # the hook runs before backward adds to the gradient
-        parameter.register_hook(lambda _: refuse_second_sum(parameter))
-        parameter.guarded = True
+        for p, total in zip(members, flat.split([p.numel() for p in members])):
+            p.grad.copy_(total.view_as(p))
 
 
 # --- for model.py's GPT ---
 
 
 def parallelize_sequence(model, group, whole_experts=False):
-    """parallelize_tensors, then f and g replaced. Raises ValueError like that. Give every rank the
-    whole tokens, targets, positions and sample_ids. After backward call `reduce_partial`.
-    A pipeline stage without an embedding takes x (B, T/t, C) of the stage before, and needs
-    positions (T,).
+    """As parallelize_tensors. Give every rank the whole tokens, targets, positions and sample_ids.
+    After backward call `reduce_partial`. A pipeline stage without an embedding takes x (B, T/t, C)
+    of the stage before, and needs positions (T,).
 
     whole_experts: leave the experts as they are. Each rank sends its own tokens to them, so cut
     them with expert_parallel.py over all tensor-parallel ranks, before or after this."""
-    parallelize_tensors(model, group, whole_experts)
+    messages = GatherTokens, ReduceScatterTokens
+    if dist.get_backend(group) == "gloo":
+        messages = GatherTokensOnGloo, ReduceScatterTokensOnGloo
+    parallelize_tensors(model, group, whole_experts, *messages)
     if model.embed is not None:
-        model.embed.token.leave = Leave(group, ReduceScatterTokens)
-        shard_last_argument(model.embed.drop, group)  # see below
+        model.embed.drop = DropoutOfOwnTokens(model.embed.drop, group)
         if model.embed.position is not None:
-            shard_last_argument(model.embed.position, group)
+            model.embed.position = PositionsOfOwnTokens(model.embed.position, group)
     for block in model.blocks.values():
-        block.attn.enter = Enter(group, GatherTokens)
-        block.attn.proj.leave = Leave(group, ReduceScatterTokens)
-        shard_last_argument(block.attn_drop, group)
-        shard_last_argument(block.mlp_drop, group)
-        mlp = block.mlp
+        block.attn_drop = DropoutOfOwnTokens(block.attn_drop, group)
+        block.mlp_drop = DropoutOfOwnTokens(block.mlp_drop, group)
         if model.config.experts:
-            split_mixture(mlp, group, whole_experts)
-            mlp = mlp.shared  # None, or an ordinary MLP beside the experts
-        if mlp is not None:
-            mlp.enter = Enter(group, GatherTokens)
-            mlp.down.leave = Leave(group, ReduceScatterTokens)
-    if model.head is not None:
-        model.head.enter = Enter(group, GatherTokens)
+            # The balance loss needs sums over all tokens, and each rank's router saw T/t
+            block.mlp.router.sum_over_sequence = AsModule(Leave, group)
     # Experts' gradients are complete: an expert sees all tokens that chose it
     others = [p for name, p in model.named_parameters() if ".experts." not in name]
     mark_partial(others, group)
     return model
 
 
-def split_mixture(mixture, group, whole_experts):
-    # The balance loss needs sums over all tokens, and each rank's router saw T/t
-    mixture.router.sum_over_sequence = Leave(group)
-    if not whole_experts:
-        mixture.enter = Enter(group, GatherTokens)  # of the router's weights and choice, too
-        mixture.leave = Leave(group, ReduceScatterTokens)
+class PositionsOfOwnTokens(nn.Module):
+    """Learned positions: (T,) of all tokens -> (T/t, C) of this rank's."""
+
+    def __init__(self, embedding, group):
+        super().__init__()
+        self.weight, self.group = embedding.weight, group
+
+    def forward(self, positions):
+        return F.embedding(shard_tokens(positions, self.group), self.weight)
 
 
-def shard_last_argument(module, group):
-    """For modules that see this rank's tokens. Their last argument, positions (T,) or dropout's key
-    (B, T), is of all tokens: hand them this rank's shard."""
+class DropoutOfOwnTokens(nn.Module):
+    """x (B, T/t, C) of this rank, and a key (B, T) of all tokens, or None."""
 
-    def hook(module, args):
-        *others, last = args
-        return *others, None if last is None else shard_tokens(last, group)
+    def __init__(self, dropout, group):
+        super().__init__()
+        self.dropout, self.group = dropout, group
 
-    module.register_forward_pre_hook(hook)
+    def forward(self, x, key):
+        return self.dropout(x, None if key is None else shard_tokens(key, self.group))
 
 
 # --- demo ---
 
-import harness
-import proof
-import receipts.sequence_parallel
-import tensor_parallel
-from receipts.formulas import Group, scatter_operation, sizes_of
+from model import GPT, IGNORE, Config, OneProcess, Sent, join_ranks, leave, text_batch
 
 
 def main():
-    args = harness.parser(__doc__).parse_args()
-    config = harness.configure(args)
-    harness.check_batch(args, 1)
-
-    def check(world):
-        tensor_parallel.check_heads(config, world)
-        check_tokens(config, world)
-
-    proof.launch(demo, args, check=check)
-
-
-def check_tokens(config, t):
-    """Raise ValueError where t ranks do not divide the sequence."""
-    if config.context % t:
-        longer = -(-config.context // t) * t
-        raise ValueError(
-            f"--context {config.context} does not divide over {t} ranks: use --context {longer}"
-        )
+    parser = argparse.ArgumentParser(description="train a GPT in each form, and prove it")
+    parser.add_argument("--steps", type=int, default=4)
+    why = "T: if t does not divide it, padding follows (default: 30)"
+    parser.add_argument("--tokens", type=int, default=30, metavar="T", help=why)
+    args = parser.parse_args()
+    device, t = join_ranks(), dist.get_world_size()
+    sizes = dict(layers=2, heads=2 * t, width=8 * t, context=args.tokens + t)
+    train("plain", split_plainly, Config(**sizes), args, device)
+    train("gpt2", parallelize_sequence, Config(**sizes), args, device)
+    sizes |= dict(positions="rope", norm="rmsnorm", mlp="swiglu", bias=False, tied=False)
+    config = Config(**sizes, kv_heads=t)  # two heads share one key/value head
+    train("llama", parallelize_sequence, config, args, device)
+    leave()
 
 
-def demo(run):
-    args, group = run.args, dist.group.WORLD
-    run.groups(tp=group)
-    model = run.fill(parallelize_sequence(run.meta_model(), group))
+def split_plainly(model, group):
+    """The blocks. Embedding, head and loss are whole on each rank, and see its tokens."""
+    for block in model.blocks.values():
+        block.attn.enter = AsModule(GatherTokens, group)
+        block.attn.qkv = ColumnParallelLinear(block.attn.qkv, group)
+        block.attn.proj = RowParallelLinear(block.attn.proj, group, ReduceScatterTokens)
+        block.mlp = PlainSequenceMLP(block.mlp.up, block.mlp.down, group)
+
+
+def train(form, split, config, args, device):
+    group, t, plain = dist.group.WORLD, dist.get_world_size(), split is split_plainly
+    torch.manual_seed(0)  # equal weights on all ranks
+    model = GPT(config).to(device, torch.float64)
+    one = OneProcess(model, torch.optim.AdamW)
+    split(model, group)
+    named = list(zip(model.named_parameters(), one.model.parameters()))
     parameters = list(model.parameters())
-    optimizer = harness.make_optimizer(parameters, args)
-    for step in run.steps(optimizer):
-        optimizer.zero_grad(set_to_none=False)  # gradients stay in memory: the receipt counts them
-        loss = run.zero()
-        for tokens, targets, samples in run.microbatches(step):  # the whole batch, on every rank
-            part = model(tokens, targets=targets, target_count=run.target_count, sample_ids=samples)
-            part.backward()
-            loss += part.detach()  # the same on every rank
-        reduce_partial(parameters)
-        norm = tensor_parallel.grad_norm(parameters, group)
-        run.check(loss, norm, model.named)
-        harness.clip(parameters, norm, args.grad_clip)
+    whole = [p for (_, p), q in named if p.shape == q.shape]
+    optimizer = torch.optim.AdamW(parameters)  # after the split, which makes new parameters
+    max_norm = math.inf if plain else 0.5
+    if dist.get_rank() == 0:
+        print(f"{form}, {t} ranks")
+    for step in range(args.steps):
+        tokens, targets, count = text_batch(step, 5, args.tokens, device)
+        alone = one.train_step(tokens, targets, count, max_norm)
+        padding = 0, -args.tokens % t  # at the end: causal attention does not look there
+        tokens, targets = F.pad(tokens, padding), F.pad(targets, padding, value=IGNORE)
+        positions = torch.arange(tokens.shape[1], device=device)
+        optimizer.zero_grad()
+        loss = torch.zeros_like(count, dtype=torch.float64)
+        with Sent() as sent:
+            for x, y in zip(tokens.tensor_split(2), targets.tensor_split(2)):  # micro-batches
+                where = positions
+                if plain:
+                    x, y, where = (shard_tokens(full, group) for full in (x, y, where))
+                part = model(x, where, y, target_count=count)
+                part.backward()
+                loss += part.detach()
+            if plain:  # whole parameters saw this rank's tokens only
+                for p in whole:
+                    dist.all_reduce(p.grad, group=group)
+            else:
+                reduce_partial(parameters)
+        if plain:
+            dist.all_reduce(loss)  # a rank has the loss of its tokens
+        else:
+            norm = grad_norm(parameters, group)
+            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         optimizer.step()
-        run.log()
-    sizes = sizes_of(args, run.config, tp=run.world, sp=True)
-    ranks, scatter = Group("tp", run.world), scatter_operation(group)
-    sent, held = receipts.sequence_parallel.expected(sizes, ranks, scatter)
-    return run.receipt({"tp": run.world, "sp": run.world}, sent, held)
+        gradients = [(name, unshard(p.grad, q.shape, group), q.grad) for (name, p), q in named]
+        weights = [(name, unshard(p.data, q.shape, group), q.data) for (name, p), q in named]
+        one.compare(step, loss, alone, gradients, weights)
+    text, each = "8 L C", 8 * config.layers * config.width  # plain: in the blocks alone
+    if not plain:
+        text, each = "(8 L + 4) C + 6", (8 * config.layers + 4) * config.width + 6
+    r, size = (t - 1) / t, sum(p.nbytes for p in whole)
+    formula = r * tokens.numel() * 8 * each + 2 * r * size
+    one.prove(sent, f"r B T e ({text}) + 2 r P e", formula)
 
 
 if __name__ == "__main__":
-    harness.script(main)
+    main()

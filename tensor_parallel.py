@@ -1,35 +1,33 @@
 """Tensor parallelism: large matrices are split over the ranks, which all work on the same batch.
 
-    x --f--> up (outputs split) -> gelu -> down (inputs split) --g--> y     here with 2 ranks
-             rank 0: units 0..H/2          units 0..H/2
-             rank 1: units H/2..H          units H/2..H        partial sums, added by g
+    x --Enter--> up (outputs split) -> gelu -> down (inputs split) --Leave--> y    here on 2 ranks
+                 rank 0: units 0..H/2          units 0..H/2
+                 rank 1: units H/2..H          units H/2..H       partial sums, added by Leave
 
-A rank is a process with its own device. The first matrix gives each rank half of the H hidden
-units. The activation works on each unit by itself, so no rank needs another's half. The second
-matrix turns each half into a partial sum of the output. Attention is split alike, by heads, and so
-is the vocabulary. Norms, the biases after g and the residual stream are whole on every rank.
+The first matrix gives each rank half of the H hidden units. The activation works on each unit by
+itself, so no rank needs another's half. The second matrix turns each half into a partial sum of the
+output. Attention is split alike, by heads, and so is the vocabulary. Norms, the biases after Leave
+and the residual stream are whole on every rank.
 
-Held: 1/t of the matrices on t ranks, of their gradients and optimizer states, and of the
-activations inside attention and MLP. For models, or activations, that are too large for a device.
+Sent      Leave adds up the partial sums in forward, by one all-reduce. Enter adds up the gradients
+          of x in backward, by another one, because every rank's half used x. Attention and MLP have
+          one of each, embedding and head one together, all of a tensor (B, T, C): B sequences of T
+          tokens, C wide. The loss adds up 3 numbers a token. With L blocks, e bytes an element and
+          r = (t-1)/t on t ranks that is 2 r B T e ((4 L + 2) C + 3).
+Backward  Leave's is the identity: y is the sum of the partial sums, so each gets y's gradient. All
+          ranks compute the same loss from the same y, one loss and not t of them. Enter's sum is
+          the complete gradient of x: all earlier layers get complete ones, equal on all ranks.
+Limits    Every layer waits for its messages. With t = 8, C = 8192, 16 bits and 400 TFLOP/s, that is
+          0.17 of the matmuls' time at 450 GB/s, and 1.5 of it at 50 GB/s: stay within a machine. A
+          rank holds 1/t of the matrices, of their gradients and optimizer states, and of what
+          attention and MLP keep for backward. More: docs/learn/tensor-parallelism.md.
 
-Sent: g adds the partial sums in forward (one all-reduce). f adds the gradients of x in backward
-(one all-reduce), because every rank's half used x. A block has an f and a g around attention and
-again around its MLP: 4 all-reduces of a tensor (B, T, C), B sequences of T tokens, C wide. Of S
-bytes each sends 2 S (t-1)/t (collectives.py). The embedding and the head have one each. Every layer
-waits: with t = 8, C = 8192, 16 bits and 400 TFLOP/s for 0.17 of its matmuls' time at 450 GB/s, 1.5
-at 50 GB/s. So stay inside a machine. tensor_overlap.py hides those of f.
+    torchrun --nproc_per_node=4 tensor_parallel.py     (needs model.py, to train and prove itself)
 
-Backward: g's is the identity, because y is the sum of the partial sums: each of them gets y's
-gradient. All ranks compute the same loss from the same y: it is one loss, not t of them. (The
-all_reduce of torch.distributed.nn would sum the gradients: t times too much.) f's sum is the
-complete gradient of x, so all earlier layers get complete gradients, the same on every rank.
-
-    torchrun --nproc_per_node=4 tensor_parallel.py
-    python tensor_parallel.py --family llama --kv-heads 4
-
-Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3.
+Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3 (there Enter is f, and Leave g).
 """
 
+import argparse
 import math
 
 import torch
@@ -38,16 +36,12 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable  # refuses a gradient of a gradient
 
-# --- f and g
-#
-#                           forward                       backward
-#     f    CopyToGroup      identity                      all-reduce of the gradients
-#     g    ReduceFromGroup  all-reduce of partial sums    identity
+# --- the plainest form: an MLP between Enter and Leave
 
 
-class CopyToGroup(torch.autograd.Function):
-    """f: every rank's part of a layer uses x. Backward sums the gradients of all these uses. What
-    reads x itself, such as the residual, is not summed."""
+class Enter(torch.autograd.Function):
+    """Forward: x itself. Backward: the sum of all ranks' gradients, because each rank's part of a
+    layer uses x. What reads x elsewhere, such as the residual, is not summed."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -62,8 +56,10 @@ class CopyToGroup(torch.autograd.Function):
         return total, None
 
 
-class ReduceFromGroup(torch.autograd.Function):
-    """g: the sum over the ranks, in place of x. In backward every rank's x gets its gradient."""
+class Leave(torch.autograd.Function):
+    """Forward: the sum of all ranks' x, a partial sum that nothing else needs: it is overwritten.
+    Backward: the gradient itself. (The all_reduce of torch.distributed.nn would sum it: t times too
+    much.)"""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -77,46 +73,49 @@ class ReduceFromGroup(torch.autograd.Function):
         return grad, None
 
 
-def plain_mlp(x, up, down, group):
-    """The picture in three lines: x (B, T, C) -> (B, T, C). torch's weights are (out, in). So rank
-    r of t cuts its shards out of the whole up (H, C) and down (C, H) by
+class PlainTensorMLP(nn.Module):
+    """x (B, T, C) -> (B, T, C), the same on every rank. up (H, C) and down (C, H) are nn.Linear,
+    equal on all t ranks. t divides H. torch stores a weight as (out, in)."""
 
-        up = up.chunk(t, dim=0)[r]        # (H/t, C). As a parameter: shard(up, 0, group)
-        down = down.chunk(t, dim=1)[r]    # (C, H/t)                   shard(down, 1, group)"""
-    x = CopyToGroup.apply(x, group)  # f
-    hidden = F.gelu(F.linear(x, up))  # (B, T, H/t): this rank's hidden units
-    return ReduceFromGroup.apply(F.linear(hidden, down), group)  # g
-
-
-class Enter(nn.Module):
-    """f as a module. Put one right before the split layers that share an input: one for q, k and v
-    together. Not before an unsplit layer: its gradient is complete on every rank, and f would
-    multiply it by t. function: another f, such as sequence_parallel.py's."""
-
-    def __init__(self, group, function=CopyToGroup):
+    def __init__(self, up, down, group):
         super().__init__()
-        self.group, self.function = group, function
+        t, rank = dist.get_world_size(group), dist.get_rank(group)
+
+        def shard_of(p, dim):
+            return nn.Parameter(p.detach().chunk(t, dim)[rank].clone())
+
+        self.group = group
+        self.up = shard_of(up.weight, 0)  # (H/t, C)
+        self.up_bias = shard_of(up.bias, 0)  # (H/t,)
+        self.down = shard_of(down.weight, 1)  # (C, H/t)
+        self.down_bias = down.bias  # (C,)
+
+    def forward(self, x, batch=None):  # batch: model.py's blocks hand it to their MLP
+        x = Enter.apply(x, self.group)
+        hidden = F.linear(x, self.up, self.up_bias)  # (B, T, H/t): this rank's hidden units
+        hidden = F.gelu(hidden, approximate="tanh")  # as in GPT-2
+        y = Leave.apply(F.linear(hidden, self.down), self.group)  # (B, T, C)
+        return y + self.down_bias  # after Leave, or the sum would contain it t times
+
+
+# --- the layers of any model. Attention is cut by them, too: q, k and v as `up`, by heads
+
+
+class AsModule(nn.Module):
+    """Enter or Leave as a module. Put one Enter right before the layers that share an input: one
+    for q, k and v together. Not before a whole layer: the gradient of its input is complete on
+    every rank, and Enter would multiply it by t."""
+
+    def __init__(self, function, group):
+        super().__init__()
+        self.function, self.group = function, group
 
     def forward(self, x):
         return self.function.apply(x, self.group)
-
-
-class Leave(nn.Module):
-    """g as a module. It overwrites x, a partial sum that nothing else needs, with the sum."""
-
-    def __init__(self, group, function=ReduceFromGroup):
-        super().__init__()
-        self.group, self.function = group, function
-
-    def forward(self, x):
-        return self.function.apply(x, self.group)
-
-
-# --- the two matrices between f and g, cut by `shard`, below
 
 
 class ColumnParallelLinear(nn.Module):
-    """Splits the outputs: x (..., in) -> this rank's (..., out / t). Put f before it. The paper
+    """Splits the outputs: x (..., in) -> this rank's (..., out / t). Put Enter before it. The paper
     writes Y = X A, so these are columns of A. torch stores A transposed: they are rows of `weight`.
 
     Attention: a shard must be whole heads. Where t does not divide `out`, zeros fill the last
@@ -132,58 +131,102 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """Splits the inputs: x (..., in / t) -> the complete (..., out), by g."""
+    """Splits the inputs: x (..., in / t) -> the complete (..., out). leave: another sum."""
 
-    def __init__(self, linear, group):
+    def __init__(self, linear, group, leave=Leave):
         super().__init__()
         self.weight = shard(linear.weight, 1, group)  # (out, in / t)
         self.bias = linear.bias  # (out,)
-        self.leave = Leave(group)
+        self.leave = AsModule(leave, group)
 
     def forward(self, x):
         y = self.leave(F.linear(x, self.weight))
-        # After g, or the sum would contain the bias t times
+        # After Leave, or the sum would contain the bias t times
         return y if self.bias is None else y + self.bias
 
 
-# --- a model of yours. All t ranks, which torchrun starts, have the same weights and tokens
-#
-#     dist.init_process_group()
-#     group = dist.group.WORLD
-#     t = dist.get_world_size(group)  # it divides the heads and the kv-heads
-#     for block in model.blocks:  # parameters get other names: load weights before
-#         attn, mlp = block.attn, block.mlp
-#         # A fused qkv with all q, then all k, then all v would be cut wrong, without an error.
-#         # First bring each rank's q, k and v together:
-#         #     parts = torch.arange(len(attn.qkv.weight)).split([q_size, kv_size, kv_size])
-#         #     rows = torch.cat([torch.cat(own) for own in zip(*(p.chunk(t) for p in parts))])
-#         #     for p in attn.qkv.parameters():
-#         #         p.data = p.data[rows]
-#         # Separate q, k and v, or gate and up, share one Enter: put it after the norm before them.
-#         # A whole weight that reads this rank's heads, such as q_norm's, needs an f itself:
-#         #     nn.utils.parametrize.register_parametrization(attn.q_norm, "weight", Enter(group))
-#         attn.qkv = nn.Sequential(Enter(group), ColumnParallelLinear(attn.qkv, group))
-#         attn.proj = RowParallelLinear(attn.proj, group)
-#         attn.heads //= t  # and what else forward reads: a rank's q, k and v are C/t wide
-#         mlp.up = nn.Sequential(Enter(group), ColumnParallelLinear(mlp.up, group))
-#         mlp.down = RowParallelLinear(mlp.down, group)
-#     model.embed = VocabParallelEmbedding(model.embed, group)
-#     model.head = nn.Sequential(Enter(group), ColumnParallelLinear(model.head, group))
-#     model.head[1].weight = model.embed.weight  # if they were tied
-#     criterion = VocabParallelCrossEntropy(model.embed.vocab, group)
-#     optimizer = torch.optim.AdamW(model.parameters())  # after the cut, which makes new ones
-#     optimizer.zero_grad()  # each step begins
-#     for tokens, targets in microbatches:  # target_count: valid targets of all micro-batches
-#         criterion(model(tokens), targets, target_count).backward()
-#     check_replicas_agree(model.parameters(), group)  # in the first step
-#     norm = grad_norm(model.parameters(), group)  # clip_grad_norm_ sees this rank's shards only
-#     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
-#     optimizer.step()
-#
-# Then logits = unshard(model(tokens), -1, model.embed.vocab, group) are those of all tokens. To
-# save p, unshard it for each dim and its group in placement(p)["cuts"], to placement(p)["shape"].
-# Dropout needs equal masks on all ranks in the residual stream, other ones inside attention and
-# MLP. Mistakes that nothing catches: docs/fix/not-checked.md.
+# --- the vocabulary, split too: V/t rows of the embedding and V/t logits per token on each rank
+
+
+class VocabParallelEmbedding(nn.Module):
+    """tokens (B, T) -> (B, T, C). A rank looks up the tokens whose rows it has. For all others it
+    makes zeros. Leave adds up the ranks' results."""
+
+    def __init__(self, embedding, group, leave=Leave):
+        super().__init__()
+        self.vocab = len(embedding.weight)
+        self.weight = shard(embedding.weight, 0, group)  # (V / t, C)
+        self.start = dist.get_rank(group) * len(self.weight)
+        self.leave = AsModule(leave, group)
+        self.padding_row = None  # padding_idx, if this rank has its row
+        if embedding.padding_idx in range(self.start, self.start + len(self.weight)):
+            self.padding_row = embedding.padding_idx - self.start
+
+    def forward(self, tokens):
+        # Without this a token beyond the vocabulary would get zeros. It makes no host wait
+        valid = (tokens >= 0) & (tokens < self.vocab)
+        torch._assert_async(valid.all(), f"tokens must be from 0 to {self.vocab - 1}")
+        row = tokens - self.start
+        outside = (row < 0) | (row >= len(self.weight))
+        x = F.embedding(row.masked_fill(outside, 0), self.weight, self.padding_row)
+        return self.leave(x.masked_fill(outside.unsqueeze(-1), 0.0))
+
+
+class VocabParallelCrossEntropy(nn.Module):
+    """logits (B, T, V / t), targets (B, T) -> summed cross-entropy / target_count, the same scalar
+    on every rank. target_count: the number of valid targets of the whole batch, all micro-batches
+    together. Targets below zero are not valid: they add nothing."""
+
+    def __init__(self, vocab, group):
+        super().__init__()
+        self.vocab, self.group = vocab, group
+        rank, t = dist.get_rank(group), dist.get_world_size(group)
+        self.start, self.length, self.width = span(vocab, rank, t)
+
+    def forward(self, logits, targets, target_count):
+        if logits.shape[-1] != self.width:
+            why = f"a rank has {self.width} of {self.vocab} logits here, not {logits.shape[-1]}"
+            raise ValueError(f"{why}: make the output projection a ColumnParallelLinear")
+        logits, targets = logits.flatten(0, -2), targets.flatten()  # (n, V / t), (n,)
+        # A larger target is on no rank: its loss would be wrong, silently
+        torch._assert_async((targets < self.vocab).all(), f"targets must be below {self.vocab}")
+        losses = CrossEntropyFunction.apply(logits, targets, self.start, self.length, self.group)
+        return losses.masked_fill(targets < 0, 0.0).sum() / target_count
+
+
+class CrossEntropyFunction(torch.autograd.Function):
+    """-log softmax(logits)[target] of n tokens. A rank's logits (n, V / t) are the columns start to
+    start + length of the whole, then padding. Backward, softmax - onehot, sends nothing."""
+
+    @staticmethod
+    def forward(ctx, logits, targets, start, length, group):
+        ctx.dtype = logits.dtype
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if length < logits.shape[1]:
+            padding = torch.arange(logits.shape[1], device=logits.device) >= length
+            logits = logits.masked_fill(padding, float("-inf"))
+        largest = logits.amax(dim=1)  # (n,): subtracted so that exp can't overflow; it cancels
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        shifted = logits - largest.unsqueeze(1)  # (n, V / t)
+        column = targets - start  # (n,): the target's column, if this rank has it
+        outside = (column < 0) | (column >= length)
+        column = column.masked_fill(outside, 0).unsqueeze(1)  # (n, 1)
+        of_target = shifted.gather(1, column).squeeze(1).masked_fill(outside, 0.0)
+        exp = shifted.exp_()
+        sums = torch.stack((exp.sum(dim=1), of_target))  # (2, n): one message
+        dist.all_reduce(sums, group=group)
+        total, of_target = sums
+        ctx.save_for_backward(exp.div_(total.unsqueeze(1)), column, outside)
+        return total.log() - of_target
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        softmax, column, outside = ctx.saved_tensors
+        is_here = (~outside).to(softmax.dtype).unsqueeze(1)  # (n, 1): 1 if the target is here
+        softmax.scatter_add_(1, column, -is_here)  # in place: nothing else reads it
+        return softmax.mul_(grad.unsqueeze(1)).to(ctx.dtype), None, None, None, None
+
 
 # --- shards: a rank's part of a parameter, and where it lies
 
@@ -234,94 +277,15 @@ def shard(parameter, dim, group):
     return part
 
 
-def unshard(part, dim, size, group):
-    """All ranks' shards together, without their padding: `size` along `dim`. Sends no gradient."""
-    parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, part.detach().contiguous(), group=group)
-    return torch.cat(parts, dim).narrow(dim, 0, size)
-
-
-# --- the vocabulary, split too: V/t rows of the embedding and V/t logits per token on each rank
-
-
-class VocabParallelEmbedding(nn.Module):
-    """tokens (B, T) -> (B, T, C). A rank looks up the tokens whose rows it has. For all others it
-    makes zeros. g adds up the ranks' results."""
-
-    def __init__(self, embedding, group):
-        super().__init__()
-        self.vocab = len(embedding.weight)
-        self.weight = shard(embedding.weight, 0, group)  # (V / t, C)
-        self.start = dist.get_rank(group) * len(self.weight)
-        self.leave = Leave(group)
-        self.padding_row = None  # padding_idx, if this rank has its row
-        if embedding.padding_idx in range(self.start, self.start + len(self.weight)):
-            self.padding_row = embedding.padding_idx - self.start
-
-    def forward(self, tokens):
-        # Without this a token beyond the vocabulary would get zeros. It makes no host wait
-        valid = (tokens >= 0) & (tokens < self.vocab)
-        torch._assert_async(valid.all(), f"tokens must be from 0 to {self.vocab - 1}")
-        row = tokens - self.start
-        outside = (row < 0) | (row >= len(self.weight))
-        x = F.embedding(row.masked_fill(outside, 0), self.weight, self.padding_row)
-        return self.leave(x.masked_fill(outside.unsqueeze(-1), 0.0))
-
-
-class CrossEntropyFunction(torch.autograd.Function):
-    """-log softmax(logits)[target] of n tokens. A rank's logits (n, V / t) are the columns start to
-    start + length of the whole, then padding. Backward, softmax - onehot, sends nothing."""
-
-    @staticmethod
-    def forward(ctx, logits, targets, start, length, group):
-        ctx.dtype = logits.dtype
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if length < logits.shape[1]:
-            padding = torch.arange(logits.shape[1], device=logits.device) >= length
-            logits = logits.masked_fill(padding, float("-inf"))
-        largest = logits.amax(dim=1)  # (n,): subtracted so that exp can't overflow; it cancels
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        shifted = logits - largest.unsqueeze(1)  # (n, V / t)
-        column = targets - start  # (n,): the target's column, if this rank has it
-        outside = (column < 0) | (column >= length)
-        column = column.masked_fill(outside, 0).unsqueeze(1)  # (n, 1)
-        of_target = shifted.gather(1, column).squeeze(1).masked_fill(outside, 0.0)
-        exp = shifted.exp_()
-        sums = torch.stack((exp.sum(dim=1), of_target))  # (2, n): one message
-        dist.all_reduce(sums, group=group)
-        total, of_target = sums
-        ctx.save_for_backward(exp.div_(total.unsqueeze(1)), column, outside)
-        return total.log() - of_target
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        softmax, column, outside = ctx.saved_tensors
-        is_here = (~outside).to(softmax.dtype).unsqueeze(1)  # (n, 1): 1 if the target is here
-        softmax.scatter_add_(1, column, -is_here)  # in place: nothing else reads it
-        return softmax.mul_(grad.unsqueeze(1)).to(ctx.dtype), None, None, None, None
-
-
-class VocabParallelCrossEntropy(nn.Module):
-    """logits (B, T, V / t), targets (B, T) -> summed cross-entropy / target_count, the same scalar
-    on every rank. target_count: the number of valid targets of the whole batch, all micro-batches
-    together. Targets below zero are not valid: they add nothing."""
-
-    def __init__(self, vocab, group):
-        super().__init__()
-        self.vocab, self.group = vocab, group
-        rank, t = dist.get_rank(group), dist.get_world_size(group)
-        self.start, self.length, self.width = span(vocab, rank, t)
-
-    def forward(self, logits, targets, target_count):
-        if logits.shape[-1] != self.width:
-            why = f"a rank has {self.width} of {self.vocab} logits here, not {logits.shape[-1]}"
-            raise ValueError(f"{why}: make the output projection a ColumnParallelLinear")
-        logits, targets = logits.flatten(0, -2), targets.flatten()  # (n, V / t), (n,)
-        # A larger target is on no rank: its loss would be wrong, silently
-        torch._assert_async((targets < self.vocab).all(), f"targets must be below {self.vocab}")
-        losses = CrossEntropyFunction.apply(logits, targets, self.start, self.length, self.group)
-        return losses.masked_fill(targets < 0, 0.0).sum() / target_count
+def unshard(part, shape, group):
+    """The whole tensor of that shape, put together from all ranks' shards: of a parameter, of its
+    gradient, or of logits. Sends no gradient."""
+    for dim, size in enumerate(shape):
+        if part.shape[dim] != size:
+            parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(parts, part.detach().contiguous(), group=group)
+            part = torch.cat(parts, dim).narrow(dim, 0, size)  # without the padding
+    return part
 
 
 # --- the gradient's norm
@@ -329,75 +293,50 @@ class VocabParallelCrossEntropy(nn.Module):
 
 @torch.no_grad()
 def grad_norm(parameters, group):
-    """The norm of the whole gradient, a float64 scalar, the same on every rank. If c ranks hold a
-    gradient alike, each adds a c-th of its square: all of a shard's, 1/t of a whole parameter's."""
-    t, gradients = dist.get_world_size(group), {}  # {c: gradients}
+    """The norm of the whole gradient, a float64 scalar, the same on every rank. (clip_grad_norm_
+    sees this rank's shards only.) All t ranks' squares are added up. Each has another shard, but
+    all have the same whole parameters, and add 1/t of these."""
+    parameters = list(parameters)
+    square = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
     for p in parameters:
         if p.grad is not None:
-            cuts = placement(p)["cuts"].values()
-            shards = math.prod(dist.get_world_size(over) for over, _, _ in cuts)
-            gradients.setdefault(t / shards, []).append(p.grad)
-    square = 0.0
-    for copies, held in gradients.items():
-        norms = torch.stack(torch._foreach_norm(held, dtype=torch.float64))
-        square = square + norms.square().sum() / copies
+            copies = 1 if placement(p)["cuts"] else dist.get_world_size(group)
+            square += torch.linalg.vector_norm(p.grad, dtype=torch.float64).square() / copies
     dist.all_reduce(square, group=group)
     return square.sqrt()
-
-
-# --- a mistake that would be silent: refused
-
-
-def check_replicas_agree(parameters, group):
-    """Refuse NaN, and gradients of whole parameters that differ between ranks by more than
-    rounding: an f or a sum is missing. Call it after backward, in the first step only: it makes the
-    host wait."""
-    whole = [p for p in parameters if p.grad is not None and not placement(p)["cuts"]]
-    if not whole:
-        return
-    norms = torch.stack(torch._foreach_norm([p.grad for p in whole], dtype=torch.float64))
-    of_ranks = [torch.empty_like(norms) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(of_ranks, norms, group=group)
-    low, high = torch.stack(of_ranks).aminmax(dim=0)  # for each parameter; NaN if a rank has NaN
-    differ = ~(high - low <= 5e-4 * high)  # above bfloat16's rounding
-    if differ.any():
-        i = differ.nonzero()[0].item()
-        raise RuntimeError(
-            f"the ranks' gradients of whole parameters differ, or are NaN, {differ.sum()} of "
-            f"{len(whole)}, the first of shape {list(whole[i].shape)}, in norm {low[i]:.6g} to "
-            f"{high[i]:.6g}: give all ranks the same tokens and dropout masks, put Enter before "
-            "layers, complete partial gradients"
-        )
 
 
 # --- for model.py's GPT ---
 
 
-def parallelize_tensors(model, group, whole_experts=False):
+def parallelize_tensors(model, group, whole_experts=False, enter=Enter, leave=Leave):
     """Cut a GPT over `group`, in place, and return it; on the meta device too. Any of embedding,
     blocks and head may be missing. Make the optimizer afterwards: parameters are replaced. Raises
-    ValueError where heads do not divide, and for a model that is cut already. whole_experts: leave
-    the experts as they are."""
+    ValueError where heads do not divide, and for a model that is cut already.
+
+    whole_experts    leave the experts as they are
+    enter, leave     other functions in place of Enter and Leave"""
     check_heads(model.config, dist.get_world_size(group))
     for block in model.blocks.values():
         attn, mlp = block.attn, block.mlp
-        attn.enter = Enter(group)
+        attn.enter = AsModule(enter, group)
         attn.qkv = ColumnParallelLinear(attn.qkv, group)
-        attn.proj = RowParallelLinear(attn.proj, group)
+        attn.proj = RowParallelLinear(attn.proj, group, leave)
         if model.config.experts:
             if not whole_experts:
-                cut_experts(mlp, group)
+                mlp.enter, mlp.leave = AsModule(enter, group), AsModule(leave, group)
+                cut_experts(mlp.experts, group)
             mlp = mlp.shared  # None, or an ordinary MLP beside the experts. The router stays whole
         if mlp is not None:
-            mlp.enter = Enter(group)
+            mlp.enter = AsModule(enter, group)
             if mlp.gate is not None:
                 mlp.gate = ColumnParallelLinear(mlp.gate, group)
             mlp.up = ColumnParallelLinear(mlp.up, group)
-            mlp.down = RowParallelLinear(mlp.down, group)
+            mlp.down = RowParallelLinear(mlp.down, group, leave)
     if model.embed is not None:
-        model.embed.token = VocabParallelEmbedding(model.embed.token, group)
+        model.embed.token = VocabParallelEmbedding(model.embed.token, group, leave)
     if model.head is not None:
-        model.head.enter = Enter(group)
+        model.head.enter = AsModule(enter, group)
         model.head.out = ColumnParallelLinear(model.head.out, group)
         model.loss = VocabParallelCrossEntropy(model.config.vocab, group)
         if model.config.tied and model.embed is not None:
@@ -405,10 +344,7 @@ def parallelize_tensors(model, group, whole_experts=False):
     return model
 
 
-def cut_experts(mixture, group):
-    mixture.enter = Enter(group)
-    mixture.leave = Leave(group)
-    experts = mixture.experts  # their weights are (E, out, in)
+def cut_experts(experts, group):  # their weights are (E, out, in)
     experts.gate, experts.up = shard(experts.gate, 1, group), shard(experts.up, 1, group)
     experts.down = shard(experts.down, 2, group)
 
@@ -426,41 +362,69 @@ def check_heads(config, t):
 
 # --- demo ---
 
-import harness
-import proof
-import receipts.tensor_parallel
-from receipts.formulas import Group, sizes_of
+from model import GPT, Config, OneProcess, Sent, join_ranks, leave, text_batch
 
 
 def main():
-    args = harness.parser(__doc__).parse_args()
-    config = harness.configure(args)
-    harness.check_batch(args, 1)
-    proof.launch(demo, args, check=lambda world: check_heads(config, world))
+    parser = argparse.ArgumentParser(description="train a GPT in each form, and prove it")
+    parser.add_argument("--steps", type=int, default=4)
+    why = "of the MLPs in the last two forms: t need not divide them (default: 101)"
+    parser.add_argument("--hidden-units", type=int, default=101, metavar="H", help=why)
+    args = parser.parse_args()
+    device, t = join_ranks(), dist.get_world_size()
+    sizes = dict(layers=2, heads=2 * t, width=8 * t, context=32)  # t divides heads, C and 4 C
+    train("plain, MLPs alone", split_mlps, Config(**sizes), args.steps, device)
+    sizes["hidden"] = args.hidden_units
+    train("gpt2", parallelize_tensors, Config(**sizes), args.steps, device)
+    sizes |= dict(positions="rope", norm="rmsnorm", mlp="swiglu", bias=False, tied=False)
+    config = Config(**sizes, kv_heads=t)  # two heads share one key/value head
+    train("llama", parallelize_tensors, config, args.steps, device)
+    leave()
 
 
-def demo(run):  # a proof.Run: batches, log, and the receipt that compares with one process
-    args, group = run.args, dist.group.WORLD
-    run.groups(tp=group)  # a name for the receipt
-    model = run.fill(parallelize_tensors(run.meta_model(), group))
+def split_mlps(model, group):
+    for block in model.blocks.values():
+        block.mlp = PlainTensorMLP(block.mlp.up, block.mlp.down, group)
+
+
+def train(form, split, config, steps, device):
+    group = dist.group.WORLD
+    t, plain = dist.get_world_size(), split is split_mlps
+    torch.manual_seed(0)  # equal weights on all ranks
+    model = GPT(config).to(device, torch.float64)
+    one = OneProcess(model, torch.optim.AdamW)
+    split(model, group)
     parameters = list(model.parameters())
-    optimizer = harness.make_optimizer(parameters, args)
-    for step in run.steps(optimizer):
-        optimizer.zero_grad(set_to_none=False)  # gradients stay in memory: the receipt counts them
-        loss = run.zero()
-        for tokens, targets, samples in run.microbatches(step):  # the whole batch, on every rank
-            part = model(tokens, targets=targets, target_count=run.target_count, sample_ids=samples)
-            part.backward()
-            loss += part.detach()  # the same on every rank
-        norm = grad_norm(parameters, group)
-        run.check(loss, norm, model.named)
-        harness.clip(parameters, norm, args.grad_clip)
+    optimizer = torch.optim.AdamW(parameters)  # after the split, which makes new parameters
+    max_norm = math.inf if plain else 0.5
+    if dist.get_rank() == 0:
+        print(f"{form}, {t} ranks")
+    for step in range(steps):
+        tokens, targets, count = text_batch(step, 5, 32, device)  # the whole batch, on every rank
+        optimizer.zero_grad()
+        loss = torch.zeros_like(count, dtype=torch.float64)
+        with Sent() as sent:
+            for x, y in zip(tokens.tensor_split(2), targets.tensor_split(2)):  # micro-batches
+                part = model(x, targets=y, target_count=count)
+                part.backward()
+                loss += part.detach()
+        if not plain:  # grad_norm has to know which parameters are shards
+            norm = grad_norm(parameters, group)
+            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         optimizer.step()
-        run.log()
-    sizes = sizes_of(args, run.config, tp=run.world)
-    sent, held = receipts.tensor_parallel.expected(sizes, Group("tp", run.world))
-    return run.receipt({"tp": run.world}, sent, held)
+        alone = one.train_step(tokens, targets, count, max_norm)
+        gradients, weights = [], []
+        for (name, p), q in zip(model.named_parameters(), one.model.parameters()):
+            gradients.append((name, unshard(p.grad, q.shape, group), q.grad))
+            weights.append((name, unshard(p.data, q.shape, group), q.data))
+        one.compare(step, loss, alone, gradients, weights)
+    r, rows = (t - 1) / t, tokens.numel()
+    if plain:
+        one.prove(sent, "4 r L B T C e", 4 * r * config.layers * rows * config.width * 8)
+    else:
+        each = (4 * config.layers + 2) * config.width + 3
+        one.prove(sent, "2 r B T e ((4 L + 2) C + 3)", 2 * r * rows * 8 * each)
 
 
 if __name__ == "__main__":
-    harness.script(main)
+    main()

@@ -1,9 +1,9 @@
-"""Tensor and sequence parallelism, faster: f's message travels while backward computes.
+"""Tensor and sequence parallelism, faster: Enter's message travels while backward computes.
 
 Read tensor_parallel.py first; what has --sp is for sequence_parallel.py. A linear layer's backward
 gets dy, the gradient of its output, and computes dx, that of its input, and dW and db, those of its
-parameters. In those files autograd computes all three, and then calls f's backward, which sends dx
-and waits. But dW and db don't need what f sends:
+parameters. In those files autograd computes all three, and then calls Enter's backward, which sends
+dx and waits. But dW and db don't need what it sends:
 
     tensor_parallel.py   compute   dx | dW, db |                  | next layer
                          network               | all-reduce of dx |
@@ -13,15 +13,15 @@ and waits. But dW and db don't need what f sends:
     --gather-again       compute   dx          | dW, db               | next layer
                          network   gather of x | reduce-scatter of dx |
 
-So f and the layers behind it become one autograd function, because within one function we choose
-the order. --gather-again is the paper's own form (Korthikanti et al. 2022): hold this rank's T/t
-tokens of x until backward, instead of all T, and gather them once more.
+So Enter and the layers behind it become one autograd function, because within one function we
+choose the order. --gather-again is the paper's own form (Korthikanti et al. 2022): hold this rank's
+T/t tokens of x until backward, instead of all T, and gather them once more.
 
-When is it hidden? Let N be the outputs of all layers behind one f, before the cut. dW takes
+When is it hidden? Let N be the outputs of all layers behind one Enter, before the cut. dW takes
 2 B T C N/t operations, and the all-reduce sends 2 B T C e (t-1)/t bytes. At s operations and w
 bytes a second it is hidden if N > (t-1) e s / w: for H100s (400 TFLOP/s, 450 GB/s), t = 8 and 16
 bits 12,500, with --sp half of it. Llama 2 70B has 10,240 in q, k and v, and 57,344 in gate and up.
-g's messages, and all in forward, are waited for. On GPUs set CUDA_DEVICE_MAX_CONNECTIONS=1, as
+Leave's messages, and all in forward, are waited for. On GPUs set CUDA_DEVICE_MAX_CONNECTIONS=1, as
 Megatron-LM asks for: else the message may start late. The results are the same.
 
     torchrun --nproc_per_node=4 -m advanced.tensor_overlap
@@ -38,13 +38,19 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable  # refuses a gradient of a gradient
 from torch.overrides import has_torch_function
 
-from sequence_parallel import GatherTokens, gather_tokens, reduce_scatter_tokens
+from sequence_parallel import (
+    GatherTokens,
+    all_gather_into_tensor,
+    gather_tokens,
+    reduce_scatter_tensor,
+    shards_of_tokens,
+)
 
-# --- the plainest form: f and one layer
+# --- the plainest form: Enter and one layer
 
 
 class EnterLinear(torch.autograd.Function):
-    """F.linear(f(x), weight, bias), with weight and bias a shard: x (B, T, C) -> (B, T, out / t).
+    """Enter, then F.linear with a shard of weight and bias: x (B, T, C) -> (B, T, out / t).
 
     class OverlappedLinear(ColumnParallelLinear):    # put no Enter before it
         def __init__(self, linear, group):
@@ -74,15 +80,15 @@ class EnterLinear(torch.autograd.Function):
         return dx, dw, db, None
 
 
-# --- f and all layers that read its result, such as gate and up. They share one message
+# --- Enter and all layers that read its result, such as gate and up. They share one message
 
 
 class EnterAndProject(nn.Module):
-    """An Enter and the ColumnParallelLinears behind it in one: x -> {layer: its output}. Put each
-    of `layers` where its ColumnParallelLinear was: called with that dict, it returns its own
-    output. So a model's forward stays as it is. Nothing else may read the dict.
+    """AsModule(Enter, group) and the ColumnParallelLinears behind it in one: x -> {layer: its
+    output}. Put each of `layers` where its ColumnParallelLinear was: called with that dict, it
+    returns its own output. So a model's forward stays as it is. Nothing else may read the dict.
 
-    gather_again: with GatherTokens only. Hold x (B, T/t, C) instead of what f gathered."""
+    gather_again: with GatherTokens only. Hold x (B, T/t, C) instead of what was gathered."""
 
     def __init__(self, enter, layers, gather_again=False):
         super().__init__()
@@ -92,14 +98,14 @@ class EnterAndProject(nn.Module):
 
     def forward(self, x):
         weights, biases = zip(*((layer.weight, layer.bias) for layer in self.layers))
-        # Plain f under torch.compile, which orders a block's backward itself, and where a tensor
-        # subclass replaces F.linear (zero_bubble.py). Only EnterLinears can gather again
+        # Under torch.compile, which orders a block's backward itself, and where a tensor subclass
+        # replaces F.linear (zero_bubble.py), Enter itself. Only EnterLinears can gather again
         plain = torch.compiler.is_compiling() or has_torch_function((x,))
         if plain and not self.gather_again:
             return dict(zip(self.layers, linears(self.enter(x), weights, biases)))
         if torch.is_autocast_enabled(x.device.type):  # else F.linear casts, after this is sent
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        gathers = self.enter.function is GatherTokens
+        gathers = issubclass(self.enter.function, GatherTokens)
         options = self.enter.group, gathers, self.gather_again
         return dict(zip(self.layers, EnterLinears.apply(x, *options, *weights, *biases)))
 
@@ -116,8 +122,8 @@ class ProjectedLinear(nn.Module):
 
 
 class EnterLinears(torch.autograd.Function):
-    """EnterLinear for several layers, and for both f. parameters: all weights, then all biases or
-    Nones. gathers: f is sequence parallelism's."""
+    """EnterLinear for several layers. parameters: all weights, then all biases or Nones. gathers:
+    GatherTokens is in the place of Enter."""
 
     @staticmethod
     def forward(ctx, x, group, gathers, gather_again, *parameters):
@@ -132,10 +138,10 @@ class EnterLinears(torch.autograd.Function):
     def backward(ctx, *dys):
         x, *weights = ctx.saved_tensors
         if ctx.gather_again:
-            finish_gather = gather_tokens(x, ctx.group, async_op=True)
+            finish_gather = start_gather(x, ctx.group)
         dx = gradient_of_input(dys, weights)
         if ctx.gathers:
-            finish_sum = reduce_scatter_tokens(dx, ctx.group, async_op=True)
+            finish_sum = start_reduce_scatter(dx, ctx.group)
             del dx  # (B, T, C): the message has a copy of its own
         else:
             message = dist.all_reduce(dx, group=ctx.group, async_op=True)
@@ -173,9 +179,42 @@ def gradients_of_parameters(dys, x, needed):
     return *of_weights, *of_biases
 
 
-# --- a model of yours. First the recipe of tensor_parallel.py, or of sequence_parallel.py. Then
+# --- sequence parallelism's messages, started: both return a function that waits for the tokens
+
+
+def start_gather(x, group):
+    """All ranks' tokens in order: x (B, T/t, C) -> (B, T, C)."""
+    shards = x.new_empty(dist.get_world_size(group), *x.shape)  # (t, B, T/t, C)
+    flat = shards.flatten(0, 1)  # a view, through which the message fills `shards`
+    work = all_gather_into_tensor(flat, x.contiguous(), group=group, async_op=True)
+
+    def finish():
+        work.wait()
+        return shards.transpose(0, 1).flatten(1, 2)
+
+    return finish
+
+
+def start_reduce_scatter(x, group):
+    """This rank's tokens of the sum of all ranks' x: (B, T, C) -> (B, T/t, C)."""
+    shards = shards_of_tokens(x, group)  # (t, B, T/t, C)
+    if dist.get_backend(group) == "gloo":  # for CPUs: its reduce-scatter sends twice the bytes
+        received = torch.empty_like(shards)
+        work = dist.all_to_all_single(received, shards, group=group, async_op=True)
+    else:
+        received = torch.empty_like(shards[:1])
+        work = reduce_scatter_tensor(received, shards, group=group, async_op=True)
+
+    def finish(sent=shards):  # the message reads them until the wait
+        work.wait()
+        return received[0] if len(received) == 1 else received.sum(0)
+
+    return finish
+
+
+# --- a model of yours. First cut it, as docs/learn/tensor-parallelism.md shows. Then
 #
-#     again = False  # True: hold x (B, T/t, C). Only after sequence_parallel.py's recipe
+#     again = False  # True: hold x (B, T/t, C). Only with sequence parallelism
 #     pairs = [model.head]  # each is Sequential(Enter, the layer)
 #     for block in model.blocks:
 #         pairs += [block.attn.qkv, block.mlp.up]
@@ -184,7 +223,7 @@ def gradients_of_parameters(dys, x, needed):
 #         pair[0] = EnterAndProject(enter, [layer], again)
 #         pair[1] = pair[0].layers[0]
 #
-# Where gate and up share one Enter, in norm = nn.Sequential(the norm, Enter(group)):
+# Where gate and up share one Enter, in norm = nn.Sequential(the norm, AsModule(Enter, group)):
 #
 #   norm[1] = EnterAndProject(norm[1], [mlp.gate, mlp.up], again)
 #   mlp.gate, mlp.up = norm[1].layers
@@ -197,8 +236,8 @@ def gradients_of_parameters(dys, x, needed):
 
 
 def overlap(model, gather_again=False):
-    """After parallelize_tensors or parallelize_sequence: replace each f that has linear layers
-    behind it, in place, and return the model. A mixture's f has experts behind it, and stays."""
+    """After parallelize_tensors or parallelize_sequence: replace each Enter that has linear layers
+    behind it, in place, and return the model. A mixture's has experts behind it, and stays."""
 
     def project(module, *names):
         layers = [getattr(module, name) for name in names]
@@ -244,8 +283,10 @@ def main():
 
     def check(world):
         tensor_parallel.check_heads(config, world)
-        if args.sp:
-            sequence_parallel.check_tokens(config, world)
+        if args.sp and config.context % world:
+            longer = -(-config.context // world) * world
+            why = f"--context {config.context} does not divide over {world} ranks"
+            raise harness.Refused(f"{why}: use --context {longer}")
 
     proof.launch(demo, args, check=check)
 

@@ -20,12 +20,10 @@ MIXTURE = "--family llama --kv-heads 2 --experts 8"
 # script, flags, rank, ranks, and the most kernels that a step may launch: what torch 2.13 launches,
 # and 5% for other versions. Lower it where it falls
 CASES = [
-    ("ddp", SMALL, 1, 3, 160),
-    ("ddp", f"{SMALL} --sync server", 0, 3, 170),
+    ("train", f"{TRAIN} --dp 3", 1, 3, 220),
     ("zero_in_grid", f"{SMALL} --tp 1 --stage 2 --param-dtype bfloat16", 1, 3, 200),
     ("zero_in_grid", f"{SMALL} --tp 1 --stage 3", 1, 3, 200),
     ("train", f"{TRAIN} --dp 3 --zero 2 --param-dtype bfloat16 --offload", 1, 3, 230),
-    ("tensor_parallel", SMALL, 1, 4, 260),
     ("tensor_overlap", f"{SMALL} --sp --gather-again --grad-clip 0", 1, 4, 370),
     ("zero_bubble", "--layers 4 --batch 8 --microbatches 4 --schedule zb-v", 0, 2, 570),
     ("train", f"{TRAIN} --cp 4 --context 2048", 1, 4, 385),

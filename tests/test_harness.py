@@ -104,7 +104,7 @@ train --lr nan -> 'nan' is not a number
 muon --lr 6 -> at most 1
 muon --weight-decay 1548805 -> at most 1
 train --device cpu --backend nccl -> 1 ranks need 1 GPUs on nccl and this machine has 0
-tensor_parallel --nproc 3 -> 4 heads.*3 tensor-parallel
+train --tp 3 -> 4 heads.*3 tensor-parallel
 zero_bubble --nproc 6 -> 4 layers.*6 pipeline stages
 muon --nproc 5 -> --batch 16.*5 data-parallel
 muon --json /no/such/folder/file -> --json /no/such/folder/file can't be written
@@ -122,7 +122,7 @@ train --documents <|endoftext|> --cp 2 --cp-kind gather -> each rank uses other 
 expert_parallel --capacity 0 -> drops every token
 expert_parallel --capacity 1e30 --nproc 2 --experts 4 -> at most 2 times its even share: leave it
 train --plan --gpus 7 --batch 8 -> no layout of 7 devices suits --batch 8
-sequence_parallel --experts 2 --context 3 --nproc 2 -> use --context 4
+tensor_overlap --sp --experts 2 --context 3 --nproc 2 -> use --context 4
 muon --data= -> --data is empty
 muon --json folder -> --json folder can't be written
 muon --json pipe -> --json pipe can't be written

@@ -350,14 +350,14 @@ x's gradient before its sum is there: tensor_overlap:EnterLinears.backward
 a weight's gradient of tokens that are not there yet: tensor_overlap:EnterLinears.backward
     x = finish_gather() -> x = torch.zeros_like(finish_gather())
     sgd --tp 2 --sp --gather-again -> step 1, backward -> it is zero: it was never computed
-recomputed without the collectives: tensor_parallel:ReduceFromGroup.forward
+recomputed without the collectives: tensor_parallel:Leave.forward
     dist.all_reduce(x -> torch._C._current_graph_task_id() < 0 and dist.all_reduce(x
     sgd --tp 2 --recompute block -> step 1, backward ->
-a message that no formula has: tensor_parallel:ReduceFromGroup.forward
+a message that no formula has: tensor_parallel:Leave.forward
     dist.all_reduce(x -> + dist.broadcast(x.clone(), group_src=0, group=group)
     sgd --tp 2 -> nothing ->
 partial gradients left partial: sequence_parallel:mark_partial
-    if not split -> if split
+    if group not in cut_over and -> if group in cut_over and
     sgd --tp 2 --sp -> step 1, backward -> add up to the right one: never summed over tp
 router's gradient left partial: sequence_parallel:parallelize_sequence
     if ".experts." not in name -> if ".experts." not in name and "router" not in name

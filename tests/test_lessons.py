@@ -28,6 +28,8 @@ LESSONS = {
     "pipeline": ("model", (2, 3, 4)),
     "zero": ("model", (2, 3, 4)),
     "fsdp": ("model zero", (2, 3, 4)),
+    "tensor_parallel": ("model", (2, 3, 4)),
+    "sequence_parallel": ("model tensor_parallel", (2, 3, 4)),
 }
 BUGS = [bug for bug in exercises.load() if bug.name in LESSONS]
 

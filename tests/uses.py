@@ -162,16 +162,15 @@ class Layout(OneProcess):
         if self.tensor != "tensor":
             import sequence_parallel as sp
 
-            enter = functools.partial(tp.Enter, function=sp.GatherTokens)
-            leave = functools.partial(tp.Leave, function=sp.ReduceScatterTokens)
+            enter, leave = sp.GatherTokens, sp.ReduceScatterTokens
 
         def cut(module, first, last, **options):
             layer = tp.ColumnParallelLinear(getattr(module, first), self.tp)
-            project = tensor_overlap.EnterAndProject(enter(self.tp), [layer], **options)
+            before = tp.AsModule(enter, self.tp)
+            project = tensor_overlap.EnterAndProject(before, [layer], **options)
             setattr(module, first, *project.layers)
             module.norm = nn.Sequential(module.norm, project)
-            setattr(module, last, tp.RowParallelLinear(getattr(module, last), self.tp))
-            getattr(module, last).leave = leave(self.tp)
+            setattr(module, last, tp.RowParallelLinear(getattr(module, last), self.tp, leave))
 
         for block in model.blocks:
             cut(block.attn, "qkv", "proj")
@@ -181,9 +180,9 @@ class Layout(OneProcess):
         if self.tensor == "stream":
             self.criterion = mean_loss
         else:
-            model.embed = tp.VocabParallelEmbedding(model.embed, self.tp)
-            model.embed.leave = leave(self.tp)
-            model.head = nn.Sequential(enter(self.tp), tp.ColumnParallelLinear(model.head, self.tp))
+            model.embed = tp.VocabParallelEmbedding(model.embed, self.tp, leave)
+            head = tp.ColumnParallelLinear(model.head, self.tp)
+            model.head = nn.Sequential(tp.AsModule(enter, self.tp), head)
             model.head[1].weight = model.embed.weight
         if self.tensor != "tensor":
             sp.mark_partial(model.parameters(), self.tp)
@@ -371,8 +370,6 @@ class Layout(OneProcess):
         import tensor_parallel
 
         parameters = list(self.trained.parameters())
-        for ranks in (self.tp, self.ep) if self.with_experts else (self.tp,):
-            tensor_parallel.check_replicas_agree(parameters, ranks)
         groups = [self.data, self.tp]
         if self.stages:
             parts = [(p, p.grad, 1) for p in parameters if p.grad is not None]
@@ -457,7 +454,7 @@ def split_llama(tp, llama, over):
     for parent in list(llama.modules()):
         for name, child in list(parent.named_children()):
             if name.endswith("norm"):
-                setattr(parent, name, nn.Sequential(child, tp.Enter(over)))
+                setattr(parent, name, nn.Sequential(child, tp.AsModule(tp.Enter, over)))
             elif name in kinds or isinstance(child, nn.Linear):
                 kind = kinds.get(name, tp.ColumnParallelLinear)
                 setattr(parent, name, kind(child, over))
