@@ -4,8 +4,8 @@
         |                          |
         +----------------> Dispatch: rows sorted by expert --> Experts --> weighted sums (B, T, C)
 
-Its weights are those of E MLPs, its work that of k. It takes the place of the MLP in model.py's
-Block. The router scores the experts, and sends each token to the k best. The model's loss does not
+Its weights are those of E MLPs, its work that of k. It takes the place of the MLP in a Transformer
+block. The router scores the experts, and sends each token to the k best. The model's loss does not
 stop it from sending all tokens to the same few. Three remedies, each a field of the config:
 
 balance_loss  factor of a loss that is least if all experts are chosen as often (Fedus et al. 2021,
@@ -21,15 +21,49 @@ bias_rate     step of a bias, added to the scores for the choice only. After eac
     rebalance(model)  # once a step, for the bias
 
 Without targets or a target_count all three are off. With gradient accumulation pass the whole
-batch's target_count with each piece. Scaling the loss instead would not scale the other two:
-see AddLoss.
+batch's target_count with each piece: see AddLoss.
+
+    python mixture.py        compares the plain form with the sorted one
 
 Shazeer et al. 2017, Sparsely-gated mixture of experts, arXiv:1701.06538.
 """
 
+from types import SimpleNamespace
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+
+# --- the plain form: one expert after the other
+
+
+class PlainMoE(nn.Module):
+    """x (n, C) -> y (n, C), and a balance loss: add it to the model's loss, times 0.01 or so.
+
+    experts: E modules, such as MLPs, (any number of tokens, C) -> the same."""
+
+    def __init__(self, width, experts, k):
+        super().__init__()
+        self.router = nn.Linear(width, len(experts), bias=False)
+        self.experts, self.k = nn.ModuleList(experts), k
+
+    def forward(self, x):
+        scores = self.router(x).softmax(-1)  # (n, E)
+        weights, chosen = scores.topk(self.k)  # (n, k) each
+        weights = weights / weights.sum(-1, keepdim=True)
+        y = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            token, choice = (chosen == e).nonzero(as_tuple=True)
+            y[token] += weights[token, choice].unsqueeze(1) * expert(x[token])
+        # Of all choices the share f_e is expert e, whose mean score is P_e. E sum_e f_e P_e is 1 if
+        # f is even, and up to E / k if all tokens choose the same k. f has no gradient, so P falls
+        # where f is large
+        counts = chosen.flatten().bincount(minlength=len(self.experts))
+        share = counts.to(scores.dtype) / chosen.numel()
+        return y, len(self.experts) * (share * scores.mean(0)).sum()
+
+
+# --- the sorted form: an expert's rows are one block, and all experts are one parameter
 
 
 class MoE(nn.Module):
@@ -85,11 +119,7 @@ class Router(nn.Linear):
 
 class Dispatch(nn.Module):
     """Brings N tokens to their experts and back: x (N, C), weights and chosen (N, k) -> y (N, C).
-    No token is dropped, nothing is padded. The same, one expert after another:
-
-        for e in range(E):
-            token, place = (chosen == e).nonzero(as_tuple=True)
-            y[token] += weights[token, place].unsqueeze(1) * mlps[e](x[token])"""
+    No token is dropped, nothing is padded."""
 
     def send(self, x, weights, chosen):
         return x, weights, chosen  # all experts are here
@@ -118,6 +148,8 @@ class Experts(nn.Module):
             self.gate = nn.Parameter(torch.empty(experts, hidden, width))
         self.up = nn.Parameter(torch.empty(experts, hidden, width))
         self.down = nn.Parameter(torch.empty(experts, width, hidden))
+        for p in self.parameters():
+            nn.init.normal_(p, std=0.02)
 
     def forward(self, rows, counts):
         ends = counts.cumsum(0).to(torch.int32)
@@ -173,9 +205,7 @@ def with_losses(router, weights, chosen, scores, logits, target_count):
 
 
 def imbalance(router, scores, assigned):
-    """tokens x E sum_e f_e P_e, added up over sequences. Of a sequence's choices the share f_e is
-    expert e, whose mean score is P_e. E sum_e f_e P_e is 1 if f is even, and up to E/k if all
-    tokens choose the same k. f has no gradient, so P falls where f is large."""
+    """PlainMoE's E sum_e f_e P_e of each sequence, times its tokens, added up over sequences."""
     if router.config.scores == "sigmoid":
         scores = scores / scores.sum(-1, keepdim=True)
     # One tensor: where a sequence is cut, that is one message
@@ -215,3 +245,35 @@ def rebalance(model, sum_over_devices=lambda load: None, step_taken=True):
             step = (load.sum() - load * len(load)).sign()  # 1 where it is below the mean, or -1
             bias += router.config.bias_rate * step.to(bias.dtype)
         router.load.zero_()
+
+
+# --- both forms have the same results and gradients
+
+
+def main():
+    torch.manual_seed(0)
+    mlps = []
+    for _ in range(8):
+        up, down = nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)
+        mlps.append(nn.Sequential(up, nn.GELU("tanh"), down))
+    plain = PlainMoE(16, mlps, k=2).double()
+    config = SimpleNamespace(width=16, hidden=32, mlp="gelu", experts=8, top_k=2, scores="softmax")
+    vars(config).update(renormalize=True, balance_loss=0.1, z_loss=0.0, bias_rate=0.0)
+    moe = MoE(config).double()
+    moe.router.weight.data.copy_(plain.router.weight)
+    moe.experts.up.data.copy_(torch.stack([mlp[0].weight for mlp in mlps]))
+    moe.experts.down.data.copy_(torch.stack([mlp[2].weight for mlp in mlps]))
+    x = torch.randn(1, 50, 16).double()
+    y, balance_loss = plain(x[0])
+    (y.square().sum() + 0.1 * balance_loss).backward()
+    y_sorted = moe(x, SimpleNamespace(target_count=50))  # as model.py's Batch
+    y_sorted.square().sum().backward()  # with AddLoss, the balance loss's gradient, too
+    found = y_sorted[0], moe.router.weight.grad, moe.experts.up.grad, moe.experts.down.grad
+    ups, downs = ([mlp[i].weight.grad for mlp in mlps] for i in (0, 2))
+    expected = y, plain.router.weight.grad, torch.stack(ups), torch.stack(downs)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    print(f"load {moe.router.load.tolist()}: results and gradients are equal: proven")
+
+
+if __name__ == "__main__":
+    main()

@@ -43,12 +43,11 @@ MODELS += ["--preset llama3-8b --layers 4 --batch 2 --compile"]
 STEPS, WARM_UP, TURNS = 30, 10, 2  # steps, of these not counted, turns of each rival
 PROFILED = 3  # steps of a run that train.py --profile-to traces
 
-NAMES = "muon muon_in_grid composition zero_in_grid tensor_overlap expert_parallel dualpipe"
+NAMES = "muon muon_in_grid composition zero_in_grid tensor_overlap dualpipe"
 TECHNIQUES = [f"{name}.py" for name in NAMES.split()]
 TECHNIQUES += ["diloco.py --stream 2 --stream-delay 1 --outer-bits 4"]
 PIPELINE = "zero_bubble.py --layers 16 --microbatches 16 --schedule"
 TECHNIQUES += [f"{PIPELINE} {name}" for name in SCHEDULES]
-TECHNIQUES += ["expert_parallel.py --dtype bfloat16"]
 TECHNIQUES += ["packed_documents.py --documents e --dtype bfloat16"]
 LAYOUTS = {  # ranks: flags of train.py
     2: ["--dp 2 --zero 3", "--tp 2 --sp", "--pp 2", "--cp 2 --recompute block"],

@@ -17,7 +17,7 @@ ROWS = [
     "zero_bubble.py --layers 8 --schedule 1f1b",
     "zero_bubble.py --layers 8 --schedule zb-v",
     "train.py --cp 4",
-    "expert_parallel.py",
+    "train.py --dp 4 --ep 4 --experts 8 --expert-chunks 2",
     "muon.py",
 ]
 

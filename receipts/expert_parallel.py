@@ -1,43 +1,12 @@
-"""What is counted of a mixture of experts, from outside: rows that travel, the load of experts and
-ranks. For the demo of expert_parallel.py and for train.py."""
+"""What is counted of a mixture of experts, from outside: rows that travel. For train.py and
+dualpipe.py's demo."""
 
-import math
 from functools import partial
 
-import torch
 import torch.distributed as dist
 
-from harness.flags import real
 from harness.refusal import Refused
-from proof.receipt import Count
-from receipts import ddp
-from receipts.formulas import SCALAR, Group, add, held, sizes_of, summed
-
-# --- flags
-
-
-def flags(group):
-    """What changes the load of experts. `check` has the rules."""
-    why = "how far a bias on the router's choice moves towards even load after each step (0 = off)"
-    group.add_argument("--bias-rate", type=real(0), default=0.0, metavar="X", help=why)
-    why = "an expert takes at most X times its even share of a rank's tokens, and drops others; "
-    why += "no layout equals another then: --prove is off (default: nothing is dropped)"
-    group.add_argument("--capacity", type=real(0), metavar="X", help=why)
-
-
-def check(args, config):
-    """Refuse a capacity that drops every token, or none, and more pieces than tokens. With
-    --capacity --prove is off, unless it is given."""
-    if args.capacity == 0:
-        raise Refused("--capacity 0 drops every token: 1 is an even share, or leave it out")
-    if args.capacity is not None:
-        most = config.experts / config.top_k  # if every token chooses the expert
-        if args.capacity > most:
-            why = f"an expert gets at most {most:g} times its even share"
-            raise Refused(f"--capacity {args.capacity:g} drops no token, as {why}: leave it out")
-        if args.prove is None:
-            args.prove = 0
-    check_chunks("--chunks", args.chunks, args, config)
+from receipts.formulas import SCALAR, held, summed
 
 
 def check_chunks(flag, chunks, args, config):
@@ -105,68 +74,3 @@ class RowCounter:
             self.received += sum(chunk)
             self.travelled += sum(chunk) - chunk[rank]
         return send, receive, incoming
-
-
-class Report:
-    """What the demo of expert_parallel.py says of its run.
-
-    Call after(step) at the end of each step, before gpt.rebalance clears the routers' loads."""
-
-    def __init__(self, run, model):
-        self.run = run
-        self.mixtures = [block.mlp for block in model.blocks.values()]
-        self.rows, self.load = RowCounter(self.mixtures), 0.0
-        self.assignments = self.dropped = self.too_many = 0
-        for mixture in self.mixtures if run.args.capacity is not None else []:
-            mixture.router.register_forward_hook(self.count_too_many)
-
-    def count_too_many(self, router, inputs, outputs):
-        """How many of this rank's assignments are more than the experts have room for."""
-        chosen, experts = outputs[1].flatten(0, 1), self.run.config.experts
-        n, k = chosen.shape
-        load = chosen.flatten().bincount(minlength=experts)
-        room = math.ceil(self.run.args.capacity * k * n / experts)
-        self.too_many += (load - room).clamp(min=0).sum().item()
-
-    def after(self, step):
-        rows = self.rows
-        if step == self.run.measured:
-            self.travelled, self.received = rows.travelled, rows.received
-        self.assignments += rows.assignments
-        self.dropped += rows.assignments - rows.sent
-        rows.clear()
-        self.load += torch.stack([mixture.router.load for mixture in self.mixtures])
-
-    def show_load(self):
-        """Print how often experts were chosen."""
-        dist.all_reduce(self.load)
-        self.run.print("\n" + load_table(self.load.cpu()))
-
-    def of_demo(self):
-        """(sent, held, notes) of the receipt. Other gradients are summed as by ddp.py."""
-        run, args = self.run, self.run.args
-        group = Group("ep", run.world, run.rank)
-        sizes = sizes_of(args, run.config, run.world, experts=experts_here(run.config, group))
-        sent, held = expected(sizes, group, self.travelled, args.chunks)
-        alone = Group("copies", 1)  # an expert has no other copy
-        sums, _ = ddp.expected(sizes, group, alone, scalars=2)
-        own = self.received, self.assignments, self.dropped, self.too_many
-        received, *totals = zip(*run.gather(own))
-        assignments, dropped, too_many = map(sum, totals)
-        share, step = max(received) / sum(received) * run.world, run.measured + 1
-        notes = [f"in step {step} the fullest rank had {share:.0%} of an even share of rows"]
-        if args.capacity is not None:
-            text = f"capacity {args.capacity:g}: {dropped:,} assignments "
-            text += f"({dropped / assignments:.1%}) dropped in {args.steps} steps"
-            notes.append(Count(text, dropped, too_many))
-        return add(sums, sent), held, notes
-
-
-def load_table(load):
-    """The load (layers, E) over the run as text: a row a layer, in percent of an even share."""
-    # A router without a gradient has counted nothing: shares of 0
-    shares = load / load.sum(1, keepdim=True).clamp(min=1) * load.shape[1]
-    lines = ["load of experts over the run, percent of an even share"]
-    for i, row in enumerate(shares.tolist()):
-        lines.append(f"  layer {i:3d}  " + "".join(f"{100 * share:5.0f}" for share in row))
-    return "\n".join(lines)

@@ -172,7 +172,7 @@ class Experts(nn.Module):
     def forward(self, rows, counts):
         parts = rows.split(counts.tolist())
         done = [mlp(part) for mlp, part in zip(self.mlps, parts) if len(part)]
-        return torch.cat(done) if done else torch.zeros_like(rows)
+        return torch.cat(done) if done else rows
 
 
 class Mixture(nn.Module):

@@ -472,35 +472,6 @@ def test_usage_of_deferred(pp, zb):
     torch.testing.assert_close(late, model.weight.grad)
 
 
-@pytest.mark.parametrize("E", [4, 3])
-@on_top_of("expert_parallel", 2)
-def test_usage_of_expert_parallel(ep, E):
-    """On both ranks, against each rank alone. Of 3 experts by what takes plain_dispatch's place."""
-    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-
-    def gradients(over, part):
-        torch.manual_seed(0)
-        tokens, targets = torch.randn(9, 4, dtype=torch.float64), torch.randint(5, (9,))
-        up, down = torch.randn(E, 6, 4).double(), torch.randn(E, 4, 6).double()
-        model = nn.Module()
-        model.router, model.head = nn.Linear(4, E).double(), nn.Linear(4, 5).double()
-        names = vars(ep) | dict(group=over, E=E, k=2, target_count=9, model=model)
-        if E == 3:
-            names["plain_dispatch"] = lambda *given: ep.ExpertDispatch(*given[4:])(*given[:4])
-        names["F"], model.up, model.down = F, nn.Parameter(up), nn.Parameter(down)
-        if dist.get_rank(over) > 0:
-            nn.init.zeros_(model.router.weight)  # rank 0's values come
-        halves = (t[part].tensor_split(2) for t in (tokens, targets))
-        run_usage("expert_parallel", **names, microbatches=list(zip(*halves)))
-        return [p.grad for p in (model.router.weight, model.head.weight, model.up, model.down)]
-
-    rank = dist.get_rank()
-    *common, up, down = gradients(alone, slice(9))
-    ours = gradients(group.WORLD, slice(4 * rank, 4 + 5 * rank))
-    up, down = up.tensor_split(2)[rank], down.tensor_split(2)[rank]
-    torch.testing.assert_close(ours, [*common, up, down])
-
-
 # Section of the page, model, which ranks have rows of their own
 SECTIONS = [
     ("Tensor parallelism and DDP", "heads", "outer"),
@@ -687,16 +658,10 @@ def test_what_is_trained_and_its_dtype(ep):
     def experts(rows, counts):
         return rows @ given["experts"] if len(rows) else torch.zeros_like(rows)
 
-    def plain(x, weights):
-        return ep.plain_dispatch(x, weights, chosen, experts, 3, group.WORLD)
-
-    def overlapped(x, weights):
+    def dispatch(x, weights):
         return ep.ExpertDispatch(3, group.WORLD)(x, weights, chosen, experts)
 
-    # The plain form leaves it to the caller that x needs a gradient on all ranks
-    cases = [(overlapped, *row) for row in WHAT_IS_TRAINED]
-    cases += [(plain, *row) for row in WHAT_IS_TRAINED if row[0] in ("x", "x and weights")]
-    for dispatch, trained, of_x, of_weights in cases:
+    for trained, of_x, of_weights in WHAT_IS_TRAINED:
         given = {"x": torch.ones(tokens, 4, dtype=of_x), "experts": matrix.to(of_x, copy=True)}
         given["weights"] = torch.full((tokens, 1), 0.5, dtype=of_weights)
         with torch.no_grad():

@@ -107,7 +107,6 @@ twice(lambda q: core("ulysses")(q, q, q) ** 3, 2, 4, 6, 8)  # once_differentiabl
     "expert_parallel": """
 dispatch(chosen={4 | 5 | -1})  # out of bounds for dimension 0 with size 4
 twice(lambda x: dispatch(x, experts=lambda rows, counts: rows**3), 3, 4)  # once_differentiable
-sum_replicated_gradients([shard_experts(weight, dist.new_group())], world)  # hold different experts
 """,
     "diloco": """
 DiLoCo({iter([]) | [p.detach() for p in model.parameters()]}, world, 2)
@@ -226,7 +225,6 @@ CALLS = {
 DDP = [("mlp", dict(data="ddp", way=way)) for way in WAYS]
 STAGES = [("mlp", dict(data=data)) for data in ("zero 0", "zero 1", "zero 2", "fsdp")]
 MUON = [("mlp", dict(data="muon"))]
-EXPERTS = [("mixture", dict(ep="all"))]
 PIPELINES = [("in-place", dict(pp=2, schedule="1f1b"))]
 SPLIT_BACKWARDS = [
     ("heads", dict(pp=2, schedule="zb-v", data=data)) for data in ("zero 1", "zero 2", "fsdp")
@@ -262,8 +260,6 @@ ORDERS = [
     (MUON, "| drop_gradients run finish", "p.grad was replaced"),
     (MUON, "| create_graph finish", "p.grad was replaced"),
     *[(MUON, f"run step | {change} zero_grad", CHANGED) for change in CHANGES],
-    (EXPERTS, "run finish | finish | |", SUMMED),
-    (EXPERTS, "run finish zero_grad run finish | pass | |", SUMMED),
     (
         SPLIT_BACKWARDS,
         "leave_out_around | run finish",

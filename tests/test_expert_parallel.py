@@ -1,7 +1,5 @@
-"""expert_parallel.py: kernels, capacity, counts. One process: test_copied.py and the demo."""
+"""expert_parallel.py: kernels, counts. One process: test_copied.py and the demo."""
 
-import json
-import math
 from types import SimpleNamespace
 
 import torch
@@ -13,7 +11,6 @@ import harness
 import model as gpt
 from harness import initialize, presets
 from proof.ledger import Ledger
-from receipts import expert_parallel as experts
 
 SIZES = dict(layers=2, heads=4, width=32, context=12, vocab=61, balance_loss=0.3, z_loss=0.1)
 CONFIGS = {
@@ -26,10 +23,10 @@ CONFIGS = {
 }
 
 
-def build(config, group, chunks=1, capacity=None, dtype=torch.float64):
+def build(config, group, chunks=1, dtype=torch.float64):
     with torch.device("meta"):
         model = gpt.GPT(config)
-    model = ep.parallelize_experts(model, group, capacity=capacity, chunks=chunks)
+    model = ep.parallelize_experts(model, group, chunks=chunks)
     return initialize.fill(model, 7, dtype=dtype, take=harness.take)
 
 
@@ -59,43 +56,13 @@ def layer(config):
     return moe
 
 
-def dealt_out(config, capacity=None, chunks=1):
+def dealt_out(config, chunks=1):
     """The same layer, its experts on all ranks."""
     moe = layer(config)
     model = SimpleNamespace(
         config=config, blocks={"1": SimpleNamespace(mlp=moe)}, parameters=moe.parameters
     )
-    options = dict(capacity=capacity, chunks=chunks)
-    return ep.parallelize_experts(model, dist.group.WORLD, **options).blocks["1"].mlp
-
-
-def test_capacity_drops_and_counts(ranks):
-    """What is beyond an expert's capacity adds nothing: first choices go first, then tokens."""
-    config = presets.configure(**SIZES, experts=5)
-    x = torch.randn(3, 1, 11, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-
-    def dropped(rank, capacity):
-        whole, moe = layer(config), dealt_out(config, capacity, chunks=2)
-        rows = experts.RowCounter([moe])
-        y = moe(x[rank])
-        weights, chosen = whole.router(x[rank])
-        room, count = [math.ceil(capacity * 2 * 11 / 5)] * 5, 0
-        weights = weights[0].detach().clone()
-        for choice in range(2):
-            for t in range(11):
-                e = chosen[0, t, choice]
-                room[e] -= 1
-                if room[e] < 0:
-                    weights[t, choice], count = 0.0, count + 1
-        expected = whole.dispatch.combine((x[rank, 0], weights, chosen[0]), whole.experts)
-        torch.testing.assert_close(y[0], expected, rtol=1e-10, atol=1e-12)
-        y.sum().backward()  # no rank hangs
-        assert rows.assignments == 22 and rows.sent == 22 - count
-        return count
-
-    found = ranks(3, lambda rank: [dropped(rank, capacity) for capacity in (0.0, 0.5, 1.0, 8.0)])
-    all_of_them, most, some, none = (sum(of_ranks) for of_ranks in zip(*found))
-    assert all_of_them == 66 > most > some > 0 == none
+    return ep.parallelize_experts(model, dist.group.WORLD, chunks=chunks).blocks["1"].mlp
 
 
 def test_counts_are_read_once_a_layer(ranks, monkeypatch):
@@ -125,24 +92,3 @@ def test_no_group_is_the_whole_world(ranks):
             assert getattr(p, "placement", {"cuts": {}})["cuts"] == cuts, name
 
     ranks(2, work)
-
-
-def test_load_table():
-    load = torch.tensor([[9, 3, 6, 6]])  # of 1 layer
-    assert "  layer   0    150   50  100  100" in experts.load_table(load)
-    assert " 0    0    0    0" in experts.load_table(0 * load)  # routers without a gradient
-
-
-def test_the_script_proves_itself(script, tmp_path):
-    out, text = tmp_path / "receipt.json", tmp_path / "text"
-    text.write_text("to be or not to be, that is the question. " * 50)
-    small = f"--layers 2 --width 32 --context 16 --data {text}"
-    flags = "--nproc 3 --batch 12 --steps 3 --dtype float64 --experts 5 --shared 1 --bias-rate 0.01"
-    code, said = script("expert_parallel", f"{small} {flags} --json {out}")
-    assert code == 0 and "proven" in said and "layer   1" in said, said
-    receipt = json.loads(out.read_text())
-    assert receipt["ok"] and {r["op"] for r in receipt["sent"]} == {"all_reduce", "all_to_all"}
-    assert max(receipt["max_error"].values()) < 1e-10
-    code, said = script("expert_parallel", f"{small} --nproc 2 --steps 2 --capacity 1")
-    assert code == 0 and "dropped" in said and "not compared" in said, said
-    assert script("expert_parallel", f"{small} --nproc 4 --experts 3")[0] == 2

@@ -29,7 +29,7 @@ CASES = [
     ("train", f"{TRAIN} --cp 4 --context 2048", 1, 4, 385),
     ("train", f"{TRAIN} --cp 2 --family llama --kv-heads 2 --param-dtype bfloat16", 1, 2, 520),
     ("train", f"{TRAIN} --cp 4 --cp-kind ulysses --family llama --kv-heads 2", 1, 4, 390),
-    ("expert_parallel", f"{SMALL} --experts 5 --shared 1 --chunks 4", 1, 3, 720),
+    ("train", f"{TRAIN} --dp 3 --ep 3 --experts 5 --shared 1 --expert-chunks 4", 1, 3, 720),
     ("train", f"{TRAIN} --out OUT", 0, 1, 220),
     ("train", f"{TRAIN} --layers 2 --dp 2 --tp 2 --pp 2", 5, 8, 220),
     ("train", f"{TRAIN} --layers 2 --dp 2 --tp 2 --sp --pp 2 --zero 1", 0, 8, 240),

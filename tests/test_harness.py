@@ -113,14 +113,11 @@ train --width 100000000 --heads 1 -> the weights take .* GB, this machine has
 train --width 10000 --heads 1 --layers 100000 -> the weights take .* GB, this machine has
 train --layers 1000000 -> '1000000' is not a whole number of at least 1 and at most 100,000
 zero_bubble --schedule interleaved --chunks 1000000 -> a schedule of
-expert_parallel --chunks 1000000 -> a micro-batch has 1,024 tokens
 train --ep 2 --dp 2 --experts 2 --expert-chunks 1000000 -> has 2,048 tokens
 muon --timeout 1e308 -> at most 1,000,000
 muon --nproc 1000000 --batch 2000000 -> 1,000,000 ranks are too many for one machine
 train --dry-run --gpu x=0GB,0TFLOP/s,0TB/s -> not known
 train --documents <|endoftext|> --cp 2 --cp-kind gather -> each rank uses other keys: use ring
-expert_parallel --capacity 0 -> drops every token
-expert_parallel --capacity 1e30 --nproc 2 --experts 4 -> at most 2 times its even share: leave it
 train --plan --gpus 7 --batch 8 -> no layout of 7 devices suits --batch 8
 tensor_overlap --sp --experts 2 --context 3 --nproc 2 -> use --context 4
 muon --data= -> --data is empty

@@ -22,6 +22,7 @@ import exercises.__main__ as exercises
 LESSONS = {
     "collectives": ("model", (2, 3, 4)),
     "ddp": ("model", (2, 3, 4)),
+    "expert_parallel": ("model mixture", (2, 3, 4)),
     "context_parallel": ("model", (2, 3, 4)),
     "ulysses": ("model context_parallel", (2, 3, 4)),
     "parameter_server": ("model", (2, 3, 4)),
