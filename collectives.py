@@ -525,6 +525,7 @@ def formulas(n, S):
     log2, chunks, least = (n - 1).bit_length(), (n - 1) * S // n, 2 * (n - 1) * S
     p = 1 << (n.bit_length() - 1)  # a power of two: the doublings fold the other ranks into these
     levels, fold = p.bit_length() - 1, S if p < n else 0
+    links = min(n, 4) if n > 1 else 0  # of a rank in both trees, with S/2 bytes each
     return {
         "plain_ring_all_reduce": (2 * chunks, least),
         "broadcast": (log2 * S, (n - 1) * S),
@@ -541,7 +542,7 @@ def formulas(n, S):
         "recursive-doubling": (levels * S + fold, (levels * p + 2 * (n - p)) * S),
         "halving-doubling": (2 * (p - 1) * S // p + fold, least),
         "hierarchical": (2 * chunks, least),
-        "double-tree": (min(n, 4) * S // 2, least),
+        "double-tree": (links * S // 2, least),
     }
 
 

@@ -1,4 +1,5 @@
 """Fully sharded data parallelism (FSDP), ZeRO's stage 3: a rank keeps 1/N of every weight.
+Builds on zero.py: PlainFSDP on three functions of it, FSDP on its class ZeRO.
 
     embed     ~##                  ~##rr     ~  all-gather of the unit's weights
     block 0      ~##            ~##rr        #  they are whole, and the unit computes: forward,
@@ -18,8 +19,6 @@ Use       Where the weights don't fit, and a micro-batch has thousands of tokens
           behind long matmuls only (docs/learn/fsdp.md).
 Limits    A unit runs once per forward. Ranks run the same units in one order, or they hang or
           gather the wrong weights.
-Builds on zero.py: PlainFSDP on three functions of it, FSDP on ZeRO, whose stage 2 it is, but that
-          weights come and go.
 
     torchrun --nproc_per_node=4 fsdp.py        (needs zero.py; model.py, to train and prove itself)
 
@@ -105,12 +104,12 @@ class PlainFSDP:
 class FSDP(ZeRO):
     """Trains `model` over `group`: a rank holds its shards, and the weights of two units in turn.
 
-        embed     ~##                      ##rr        drawn as above. A gather travels beside the
-        block 0    ~~##                ~~##rr          unit before it, a reduce-scatter beside the
-        block 1      ~~##          ~~##rr              unit after it. The last unit's weights stay
-        head           ~~######rr                      from forward to backward
+        embed     ~##              ~~##rr    drawn as above: a gather travels while the unit before
+        block 0    ~~##          ~~##rr      it computes, a reduce-scatter while the unit after it
+        block 1      ~~##      ~~##rr        does. The last unit's weights stay from forward to
+        head           ~~####rr              backward
 
-    A step is as with ZeRO. Two more options:
+    It is ZeRO's stage 2, but that weights come and go. So a step is as there. Two more options:
 
     units    modules, in the order of forward; None: default_units(model)
     reshard  False: weights stay from forward to backward. It sends a third less, and holds all

@@ -81,7 +81,7 @@ class PlainZeRO:
         """After backward: add this shard of the ranks' summed gradients to shard.grad."""
         # Zeros, because every rank must send something for every parameter
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
-        gradient = torch.empty_like(self.shard.grad)
+        gradient = torch.empty_like(self.shard)
         reduce_scatter_tensor(gradient, self.flatten(gradients), group=self.group)
         self.shard.grad += gradient
         for p in self.parameters:
