@@ -372,7 +372,7 @@ def train(name, dispatch, expert_count, shared, args, device):
                 part = model(x, targets=y, target_count=count)  # the sum over y, divided by count
                 part.backward()
                 loss += part.detach()
-            sum_replicated_gradients(others, group)
+            sum_replicated_gradients(model.parameters(), group)
         squares = sum(p.grad.square().sum() for p in experts)
         dist.all_reduce(squares)  # of all experts: each is on one rank
         norm = (squares + sum(p.grad.square().sum() for p in others)).sqrt()
