@@ -306,9 +306,13 @@ def tile_attention(q, kv, tile):
     if kernel == "cpu":  # it takes no views
         q, k, v = (t.contiguous() for t in (q, k, v))
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, tile.causal)
-    if kernel == "cuda":
+    if kernel == "flash":
         return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, tile.causal)[:2]
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
+    if kernel == "efficient":
+        forward = aten._scaled_dot_product_efficient_attention
+        out, lse, *_ = forward(q, k, v, None, True, 0.0, tile.causal)  # no mask, with lse
+        return out, lse[:, :, : q.shape[2]]  # padded: see below
     exact = torch.promote_types(q.dtype, torch.float32)  # an error in lse scales the whole tile
     return attention(q.to(exact), k.to(exact), v.to(exact), tile.causal)
 
@@ -322,7 +326,7 @@ def tile_gradients(grad, q, kv, out, lse, tile):
         tensors = (t.contiguous() for t in (grad, q, k, v, out, lse))
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
         return backward(*tensors, 0.0, tile.causal)
-    if kernel == "cuda":
+    if kernel == "flash":
         seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # and offset, of no dropout
         lengths = None, None, q.shape[2], k.shape[2]  # None: not several sequences in one
         options = *lengths, 0.0, tile.causal, seed, seed[0]
@@ -330,20 +334,26 @@ def tile_gradients(grad, q, kv, out, lse, tile):
         return backward(grad, q, k, v, out, lse.contiguous(), *options)
     kv_heads, copies = k.shape[1], q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(copies, dim=1) for t in (k, v))
-    grad, q, k, v, out = (t.to(lse.dtype) for t in (grad, q, k, v, out))
-    dq, dk, dv = attention_gradients(grad, q, k, v, out, lse, tile.causal)
+    if kernel == "efficient":
+        # It reads the lse of 32 queries at once. Beyond the end e^(score - lse) must be 0
+        lse = nn.functional.pad(lse, (0, -q.shape[2] % 32), value=math.inf)
+        seed = torch.empty((), dtype=torch.int64, device=q.device)  # and offset, never read
+        options = seed, seed, 0.0, (True, True, True, False), tile.causal  # no mask's gradient
+        backward = aten._scaled_dot_product_efficient_attention_backward
+        dq, dk, dv, _ = backward(grad, q, k, v, None, out, lse, *options)
+    else:
+        grad, q, k, v, out = (t.to(lse.dtype) for t in (grad, q, k, v, out))
+        dq, dk, dv = attention_gradients(grad, q, k, v, out, lse, tile.causal)
     # The gradient of a kv-head is the sum over its copies
     return dq, *(t.unflatten(1, (kv_heads, copies)).sum(2) for t in (dk, dv))
 
 
 def fused_kernel(q):
-    """Which of PyTorch's kernels takes q: "cpu", "cuda" (FlashAttention), or None."""
-    if q.device.type != "cuda":
-        return "cpu" if q.device.type == "cpu" else None
-    half = q.dtype in (torch.float16, torch.bfloat16)
-    fits = half and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-    ampere_or_later = torch.cuda.get_device_capability(q.device) >= (8, 0)
-    return "cuda" if fits and ampere_or_later else None
+    """Which of PyTorch's kernels takes q: "cpu"; on CUDA "flash", "efficient"; or None."""
+    if q.device.type == "cuda" and q.shape[-1] % 8 == 0:
+        kernels = {torch.float32: "efficient", torch.float16: "flash", torch.bfloat16: "flash"}
+        return kernels.get(q.dtype)
+    return "cpu" if q.device.type == "cpu" else None
 
 
 # --- gather: all keys and values at once (Llama 3, arXiv:2407.21783, section 3.3.2)

@@ -1,5 +1,7 @@
 """context_parallel.py against one process, PyTorch's attention and the formulas of its bytes."""
 
+import contextlib
+import math
 from types import SimpleNamespace
 from unittest import mock
 
@@ -30,9 +32,11 @@ def test_every_token_is_somewhere_once():
 
 def attention(rank, way, world, size, length, seed, dtype, starts=None):
     """Our attention of random tensors: result, gradients of q, k, v, and the positions that they
-    belong to. "plain tiles" is a ring where no fused kernel runs."""
-    if way == "plain tiles":
-        with mock.patch.object(cp, "fused_kernel", lambda q: None):
+    belong to. "plain tiles" is a ring where no fused kernel runs, "efficient" one that takes the
+    memory-efficient kernel of CUDA, as it is played below."""
+    if way in ("plain tiles", "efficient"):
+        name = None if way == "plain tiles" else way
+        with mock.patch.object(cp, "fused_kernel", lambda q: name), efficient_kernels():
             return attention(rank, "ring", world, size, length, seed, dtype, starts)
     core = make_core(way, world, documents=starts is not None)
     documents = {} if starts is None else {"starts": starts}
@@ -44,6 +48,35 @@ def attention(rank, way, world, size, length, seed, dtype, starts=None):
     out = core(q, k, v, *documents.values())
     out.backward(grad)
     return where, [t.detach() for t in (out, q.grad, k.grad, v.grad)]
+
+
+@contextlib.contextmanager
+def efficient_kernels():
+    """aten's memory-efficient attention, in plain operations. By its sources it takes as many
+    kv-heads as heads, and pads lse with inf to whole blocks of 32 queries."""
+
+    def forward(q, k, v, mask, with_lse, dropout, causal):
+        assert q.shape[1] == k.shape[1] and with_lse
+        scores = cp.masked_scores(q, k, causal)
+        lse = F.pad(scores.logsumexp(-1), (0, -q.shape[2] % 32), value=math.inf)
+        return scores.softmax(-1) @ v, lse, None, None
+
+    def backward(grad, q, k, v, mask, out, lse, seed, offset, dropout, wanted, causal):
+        assert lse.shape[-1] % 32 == 0 and lse.is_contiguous()
+        with mock.patch.object(cp, "fused_kernel", lambda q: None):
+            n, m = q.shape[2], k.shape[2]
+            assert (lse[:, :, n:] == math.inf).all()
+            tile = cp.Tile(slice(n), slice(m), causal)
+            kv = torch.stack((k, v))
+            return *cp.tile_gradients(grad, q, kv, out, lse[:, :, :n], tile), None
+
+    name = "_scaled_dot_product_efficient_attention"
+    aten = torch.ops.aten
+    with (
+        mock.patch.object(aten, name, forward),
+        mock.patch.object(aten, f"{name}_backward", backward),
+    ):
+        yield
 
 
 def make_core(way, world, documents=False):
@@ -105,7 +138,7 @@ SIZES = {  # batch, heads, kv-heads, width; tokens. Also one token a rank, and f
 def test_equals_scaled_dot_product_attention(ranks, world):
     cases = [
         (way, *size)
-        for way in (*context.KINDS, "contiguous", "plain tiles")
+        for way in (*context.KINDS, "contiguous", "plain tiles", "efficient")
         for size in SIZES[world]
     ]
 
@@ -185,18 +218,13 @@ def test_work_is_even_in_a_zigzag_only(ranks):
     assert ranks(4, pairs) == list(zip(work(True, 4), work(False, 4)))
 
 
-def test_the_flash_kernel_is_for_what_it_takes(monkeypatch):
-    capability = (8, 0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-
+def test_a_kernel_is_for_what_it_takes():
     def kernel(device="cuda", dtype=torch.bfloat16, width=64):
         device = torch.device(device)
         return cp.fused_kernel(SimpleNamespace(device=device, dtype=dtype, shape=(1, 4, 8, width)))
 
-    assert kernel() == kernel(dtype=torch.float16) == kernel(width=256) == "cuda"
+    assert kernel() == kernel(dtype=torch.float16) == "flash"
+    assert kernel(dtype=torch.float32) == "efficient"
     assert kernel("cpu") == kernel("cpu", torch.float64, 5) == "cpu"
-    exact = dict(dtype=torch.float32)
-    for other in (dict(device="meta"), exact, dict(width=12), dict(width=264)):
+    for other in (dict(device="meta"), dict(dtype=torch.float64), dict(width=12)):
         assert kernel(**other) is None
-    capability = (7, 5)
-    assert kernel() is None

@@ -32,7 +32,7 @@ def starts_of(rows):
 def test_documents_are_each_alone(ranks):
     """And each of two planted bugs is seen: a document that sees a token too much or too little."""
     size, starts = (3, 4, 2, 8), starts_of(LENGTHS)
-    ways = ("ring", "ulysses", "ring-ulysses", "contiguous", "plain tiles")
+    ways = ("ring", "ulysses", "ring-ulysses", "contiguous", "plain tiles", "efficient")
 
     def work(rank):
         found, changed, rest = [], torch.zeros_like(starts), (4, size, 64, 7, torch.float64)
