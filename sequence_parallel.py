@@ -108,20 +108,21 @@ class ReduceScatterTokens(torch.autograd.Function):
 
 
 class PlainSequenceMLP(PlainTensorMLP):
-    """x (B, T/t, C) -> (B, T/t, C): this rank's tokens x.chunk(t, dim=1)[rank]."""
+    """x (B, T/t, C) -> (B, T/t, C), of this rank's tokens. down_bias, like a norm's weight, sees
+    these tokens only, so its gradient is a partial sum: it is added up once a step."""
 
     def forward(self, x, batch=None):
         full = GatherTokens.apply(x, self.group)  # (B, T, C)
         hidden = F.linear(full, self.up, self.up_bias)  # (B, T, H/t)
         hidden = F.gelu(hidden, approximate="tanh")
         partial = F.linear(hidden, self.down)  # (B, T, C)
-        # Once a step sum down_bias.grad, which saw this rank's tokens only. So for each norm
         return ReduceScatterTokens.apply(partial, self.group) + self.down_bias  # (B, T/t, C)
 
 
 def shard_tokens(full, group):
     """This rank's shard of numbers per token, such as positions: (..., T) -> (..., T/t)."""
-    return full.chunk(dist.get_world_size(group), dim=-1)[dist.get_rank(group)]
+    shards = full.unflatten(-1, (dist.get_world_size(group), -1))  # (..., t, T/t)
+    return shards[..., dist.get_rank(group), :]
 
 
 # --- for CPUs. gloo's reduce-scatter sends as much as an all-reduce, twice the bytes. So there an

@@ -231,34 +231,6 @@ class CrossEntropyFunction(torch.autograd.Function):
 # --- shards: a rank's part of a parameter, and where it lies
 
 
-def span(size, index, shards):
-    """(start, length, width): shard `index` holds size[start : start + length] of a dimension. All
-    shards are `width` wide; beyond `length` there are zeros. 5 rows on 4 ranks: 2, 2, 1 and 0."""
-    width = math.ceil(size / shards)
-    start = min(index * width, size)
-    return start, min(width, size - start), width
-
-
-def shard_tensor(full, dim, index, shards):
-    """Shard `index` of a tensor along `dim`, in memory of its own, padded with zeros."""
-    start, length, width = span(full.shape[dim], index, shards)
-    part = full.new_zeros([*full.shape[:dim], width, *full.shape[dim + 1 :]])
-    part.narrow(dim, 0, length).copy_(full.narrow(dim, start, length))
-    return part
-
-
-def placement(parameter):
-    """Where this rank's part of a parameter lies, a dict in the attribute p.placement:
-
-    shape      the shape of the whole parameter
-    cuts       {dimension: (group, start, length)}: this rank has whole[start : start + length], the
-               other ranks of the group have other parts
-
-    Others are those of later lessons: composition.py has the list."""
-    default = dict(shape=tuple(parameter.shape), cuts={}, partial=[], data=None)
-    return default | getattr(parameter, "placement", {})
-
-
 def shard(parameter, dim, group):
     """This rank's shard, a new parameter with a `placement`. None stays None. Raises ValueError if
     this dimension has been cut before, or if the parameter has been cut over this group."""
@@ -275,6 +247,33 @@ def shard(parameter, dim, group):
     start, length, _ = span(parameter.shape[dim], index, shards)
     part.placement = placement(parameter) | {"cuts": cuts | {dim: (group, start, length)}}
     return part
+
+
+def placement(parameter):
+    """Where this rank's part of a parameter lies, a dict in the attribute p.placement:
+
+    shape            the shape of the whole parameter
+    cuts             {dimension: (group, start, length)}: this rank has whole[start : start +
+                     length], the other ranks of the group have other parts
+    partial, data    other techniques': docs/use/two-techniques.md"""
+    default = dict(shape=tuple(parameter.shape), cuts={}, partial=[], data=None)
+    return default | getattr(parameter, "placement", {})
+
+
+def shard_tensor(full, dim, index, shards):
+    """Shard `index` of a tensor along `dim`, in memory of its own, padded with zeros."""
+    start, length, width = span(full.shape[dim], index, shards)
+    part = full.new_zeros([*full.shape[:dim], width, *full.shape[dim + 1 :]])
+    part.narrow(dim, 0, length).copy_(full.narrow(dim, start, length))
+    return part
+
+
+def span(size, index, shards):
+    """(start, length, width): shard `index` holds size[start : start + length] of a dimension. All
+    shards are `width` wide; beyond `length` there are zeros. 5 rows on 4 ranks: 2, 2, 1 and 0."""
+    width = math.ceil(size / shards)
+    start = min(index * width, size)
+    return start, min(width, size - start), width
 
 
 def unshard(part, shape, group):

@@ -5,19 +5,21 @@ a step, and what the rank that holds most holds at the peak, beside one process 
 and the largest relative difference of any gradient from one process.
 """
 
+import re
+
 import benchmarks
 import harness
 
 ROWS = [
-    "train.py --dp 4",
-    "train.py --dp 4 --zero 2",
-    "train.py --dp 4 --zero 3",
-    "train.py --tp 4",
-    "train.py --tp 4 --sp",
+    "train.py --microbatches 2 --dp 4",
+    "train.py --microbatches 2 --dp 4 --zero 2",
+    "train.py --microbatches 2 --dp 4 --zero 3",
+    "train.py --microbatches 2 --tp 4",
+    "train.py --microbatches 2 --tp 4 --sp",
     "zero_bubble.py --layers 8 --schedule 1f1b",
     "zero_bubble.py --layers 8 --schedule zb-v",
-    "train.py --cp 4",
-    "train.py --dp 4 --ep 4 --experts 8 --expert-chunks 2",
+    "train.py --microbatches 2 --cp 4",
+    "train.py --microbatches 2 --dp 4 --ep 4 --experts 8 --expert-chunks 2",
     "muon.py",
 ]
 
@@ -32,9 +34,9 @@ def main():
     harness.Parser(__doc__).parse_args()
     print("| | sent a step | held, beside one process | error |\n|---|---|---|---|")
     for command in ROWS:
-        flags = f"{command} --device cpu --dtype float64 --steps 3 --quiet --nproc 4"
-        alone = flags.replace("--nproc 4", "--nproc 1").replace("--dp 4", "--dp 1")
-        one, four = benchmarks.receipt(alone), benchmarks.receipt(flags)
+        flags = "--device cpu --dtype float64 --steps 3 --quiet --nproc"
+        alone = re.sub(r" --(dp|tp|cp|ep|zero|expert-chunks) \d| --sp", "", command)
+        one, four = map(benchmarks.receipt, (f"{alone} {flags} 1", f"{command} {flags} 4"))
         sent = sum(row["wire_bytes"] for row in four["sent"]) / 1e6
         size = f"{held(four) / 1e6:.1f} of {held(one) / 1e6:.1f} MB, {held(four) / held(one):.2f}"
         error = four["max_error"]["grad"]
