@@ -202,13 +202,17 @@ def ranks():
     return on_ranks
 
 
-@pytest.fixture(scope="session")
-def text(tmp_path_factory):
+def write_text(folder):
     from harness import data
 
-    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path = folder / "text.txt"
     path.write_text("".join(chr(97 + data.hash64(1, i) % 26) + " " * (i % 3) for i in range(4000)))
     return str(path)
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp("text"))
 
 
 def ip(*words, check=True):

@@ -1,5 +1,9 @@
 """Random command lines, run for real: python -m tests.fuzz --tries 600
 
+Or random layouts of train.py, each on up to 8 ranks against one process:
+
+    python -m tests.fuzz --layouts 600 --seed 5
+
 Each is a script with some of its flags drawn at random: plausible values, numbers up to 10^9,
 pipes, devices, headers of tokens that promise too much. Half of them are sent a signal at a random
 moment, and all SIGTERM when their time is over. Each must end with exit code 0 or in a sentence,
@@ -17,6 +21,7 @@ import signal
 import sys
 import tempfile
 import threading
+import traceback
 
 import numpy as np
 import pytest
@@ -25,8 +30,10 @@ import harness
 from harness import signals
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
-from conftest import Script, pytest_collectstart  # noqa: E402
+import product  # noqa: E402
+from conftest import Script, on_ranks, pytest_collectstart, write_text  # noqa: E402
 from test_flags import SCRIPTS, parser_of  # noqa: E402
+from test_layouts import arguments, check_receipts, ranks_of, run_layout  # noqa: E402
 
 SMALL = "--layers 4 --heads 4 --width 16 --context 16 --batch 16 --steps 3".split()
 NUMBERS = ["0", "1", "2", "2", "3", "4", "4", "6", "8", "-1", "0.5", "1e-9", "1e30", "nan"]
@@ -98,9 +105,33 @@ def run(name, words, sent, patience):
     return "sentence" if script.errors() or code < 0 else "no word", said
 
 
+def run_layouts(count, chance, seconds):
+    """Train in so many layouts that exist. Returns how many ended how."""
+    text, counts = write_text(pathlib.Path(tempfile.mkdtemp())), collections.Counter()
+    while counts["right"] + counts["wrong"] < count:
+        flags = product.random_command(chance)
+        try:
+            word, said = "refused", product.refusal(flags)
+            if said is None:
+                args = arguments(text, flags)
+                check_receipts(on_ranks(ranks_of(flags), run_layout, args, timeout=seconds), args)
+                word = "right"
+        except Exception:
+            word, said = "wrong", traceback.format_exc()
+            if "harness.refusal.Refused" in said:  # it depends on the text
+                word = "refused"
+        counts[word] += 1
+        if word == "right" and counts[word] % 50 == 0:
+            print(dict(counts), flush=True)
+        if word == "wrong":
+            print(f"wrong: {flags}\n{said[-4000:]}", flush=True)
+    return counts
+
+
 def main():
     p = harness.Parser(__doc__)
     p.add_argument("--tries", **harness.POSITIVE, default=600, help="command lines")
+    p.add_argument("--layouts", **harness.POSITIVE, help="in place of --tries: layouts of train.py")
     p.add_argument("--seed", type=int, default=secrets.randbelow(10**6), help="of the draws")
     p.add_argument("--seconds", **harness.POSITIVE, default=20, help="that a run may take")
     p.add_argument("--silence", **harness.POSITIVE, default=100, help="that it may take to end")
@@ -108,6 +139,8 @@ def main():
     chance, counts = random.Random(args.seed), collections.Counter()
     print(f"seed {args.seed}", flush=True)
     pytest_collectstart()  # what forks need
+    if args.layouts:
+        return summary(run_layouts(args.layouts, chance, args.seconds + args.silence))
     with pytest.MonkeyPatch.context() as patch:
         parsers = {name: parser_of(name, patch) for name in SCRIPTS}
     os.chdir(tempfile.mkdtemp())
@@ -122,9 +155,13 @@ def main():
         print(f"{word}: {name}.py {' '.join(words)} {sent[1:]}", flush=True)
         if word not in ("right", "sentence"):
             print(said[-1500:], flush=True)
+    summary(counts)
+
+
+def summary(counts):
     print(", ".join(f"{n} {word}" for word, n in counts.most_common()), flush=True)
-    if set(counts) - {"right", "sentence"}:
-        raise harness.Refused("not all command lines ended well", code=1)
+    if set(counts) - {"right", "sentence", "refused"}:
+        raise harness.Refused("not all ended well", code=1)
 
 
 if __name__ == "__main__":

@@ -87,6 +87,7 @@ train --preset gpt5 -> unknown preset 'gpt5'.*tiny
 train --ep 2 -> --ep 2 with 0 experts.*--experts
 train --experts 3 --dp 4 --ep 4 -> --ep 4 with 3 experts.*--experts 4
 train --experts 4 --dp 4 --ep 3 -> --ep 3 does not divide the 4 ranks
+train --sp -> --sp means nothing without --tp 2 or more
 train --tp 2 --ep 2 --experts 4 --fold-experts -> means nothing without --sp, --tp and --ep: add
 train --tp 2 --sp --ep 3 --experts 4 --fold-experts -> the 2 ranks of --dp x --cp x --tp
 train --experts 4 --cp 3 -> take no padding.*--context 128

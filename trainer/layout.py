@@ -187,6 +187,7 @@ def check_needed(args):
     simulation = "tokens gpu nodes_of intra inter matmul kernel"
     for names, is_there, what in (
         ("cp_rings", args.cp_kind == "ring-ulysses", "--cp-kind ring-ulysses"),
+        ("sp", args.tp > 1, "--tp 2 or more"),
         ("gather_again", args.sp, "--sp"),
         ("fold_experts", args.sp and min(args.tp, args.ep) > 1, "--sp, --tp and --ep"),
         ("keep_gathered", args.zero == 3, "--zero 3"),
