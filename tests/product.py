@@ -107,8 +107,7 @@ def goals_in(layout):
 
 def all_goals(axes):
     """What some layout should have, legal or not: triples first."""
-    together = [TRIPLE, *itertools.combinations(axes, 2)]
-    for names in together:
+    for names in (TRIPLE, *itertools.combinations(axes, 2)):
         if set(names) <= set(axes):
             for values in itertools.product(*map(axes.get, names)):
                 yield tuple(zip(names, values))
@@ -165,10 +164,6 @@ def refused_line(goal):
     return f"refused: {values}: {refusal(command(neutral | dict(goal)))}"
 
 
-def steps_of(axes):
-    return [[{axis: value} for value in values] for axis, values in axes.items()]
-
-
 # --- by chance
 
 
@@ -186,19 +181,20 @@ def random_command(chance):
         experts = chance.randint(1, 9)
         layout["mixture"] += f" --experts {experts} --top-k {chance.randint(1, min(experts, 3))}"
         layout["mixture"] += chance.choice(["", " --bias-rate 0.01"])
-    microbatches = chance.randint(1, 6)
-    layout["micro-batches"] = f"--microbatches {microbatches}"
+    pieces = chance.randint(1, 6)
+    layout["micro-batches"] = f"--microbatches {pieces}"
     flags = " ".join(filter(None, layout.values()))
-    rows = int(layout["dp"].split()[1]) * microbatches * chance.randint(1, 3)
+    rows = int(layout["dp"].split()[1]) * pieces * chance.randint(1, 3)
     return f"{flags} --batch {rows} --layers {stages_of(flags) + chance.randint(0, 3)}"
 
 
 def main():
     harness.Parser(__doc__).parse_args()
     chance = random.Random(1)
+    steps = {axis: [{axis: value} for value in values] for axis, values in AXES.items()}
     # Few variants, as one process trains each
-    variants, _ = cover(VARIANT, steps_of(VARIANT), chance)
-    layouts, illegal = cover(AXES, [variants, *steps_of(LAYOUT)], chance)
+    variants, _ = cover(VARIANT, [steps[axis] for axis in VARIANT], chance)
+    layouts, illegal = cover(AXES, [variants, *map(steps.get, LAYOUT)], chance)
     lines = sorted(map(command, layouts), key=lambda line: (ranks_of(line), line))
     TABLE.write_text("\n".join([*lines, *map(refused_line, illegal)]) + "\n")
     print(f"{len(variants)} variants, {len(layouts)} layouts, {len(illegal)} refused")

@@ -52,27 +52,6 @@ VARIANTS = {
     # 45 hidden units do not divide by 2
     "muon-moe": f"{MIXTURE} --optimizer muon --family llama --kv-heads 2 --hidden 45",
 }
-# Pairs of all axes stand in layouts.txt (see product.py). Here: other sizes and numbers of ranks
-LAYOUTS = """
-sgd       --dp 3 --microbatches 2 --bucket-mb 0.01 --steps 3
-llama     --dp 2 --pp 3 --zero 3 --schedule zb-v --microbatches 3 --layers 7
-dropout   --pp 4 --schedule gpipe --microbatches 1 DEEP
-gpt2      --dp 3 --zero 3 --microbatches 2 --keep-gathered --reduce-once --offload
-by-3      --tp 3 --sp --dp 2 --zero 3 --microbatches 2
-a-token-each --tp 3 --sp --microbatches 2
-llama     --tp 4 --sp --gather-again --recompute selective --pp 2 --schedule zb-h1 --microbatches 2
-moe-top-1 --dp 3 --ep 3 --zero 2 --microbatches 2
-moe-top-1 --tp 2 --sp --dp 2 --ep 4 --fold-experts --zero 1 --expert-chunks 2
-moe       --tp 2 --sp --cp 2 --pp 2 --ep 4 --fold-experts --zero 3 --microbatches 2 SHALLOW
-moe-gpt2  --tp 2 --sp --dp 3 --ep 3 --fold-experts
-grouped   --cp 4 --cp-kind ulysses
-dropout-grouped --cp 4 --cp-kind ring-ulysses --microbatches 2 --recompute block
-13-tokens --cp 3 --cp-kind gather --microbatches 2
-13-tokens --cp 8 --cp-kind ring-ulysses
-odd       --cp 3 --dp 2 --microbatches 2
-docs-llama --cp 4 --cp-kind ring-ulysses --microbatches 2 --recompute block
-muon-moe  --dp 2 --cp 2 --ep 4 --tp 2 --layers 2
-"""
 # Two copies of experts, each on two ranks; experts that are not split
 IN_GROUPS = """
 moe       --cp 2 --dp 4 --ep 2 --zero 3 --zero-ranks 4
@@ -91,9 +70,11 @@ def rows(table):
 
 
 def all_rows():
+    """All pairs of axes (see product.py), and by hand other sizes and numbers of ranks."""
+    by_hand = rows((ROOT / "tests/layouts_by_hand.txt").read_text())
     lines = (ROOT / "tests/layouts.txt").read_text().splitlines()
     found = [line.split(" --dp") for line in lines if not line.startswith("refused")]
-    return rows(LAYOUTS) + [(variant, f"--dp{layout}") for variant, layout in found]
+    return by_hand + [(variant, f"--dp{layout}") for variant, layout in found]
 
 
 parser = functools.cache(train.flags)
