@@ -441,7 +441,8 @@ def all_reduce(tensor, op=SUM, group=None, algorithm="ring", **options):
 
 # --- demo ---
 
-from model import Sent, join_ranks, leave
+if __name__ == "__main__":  # importing this file needs no model.py
+    from model import Sent, join_ranks, leave
 
 
 def main():

@@ -181,7 +181,8 @@ def groups_of(p, group):
 
 # --- demo ---
 
-from model import GPT, Config, OneProcess, Sent, join_ranks, leave, text_batch
+if __name__ == "__main__":  # importing this file needs no model.py
+    from model import GPT, Config, OneProcess, Sent, join_ranks, leave, text_batch
 
 
 def main():

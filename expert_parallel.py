@@ -315,8 +315,8 @@ def parallelize_experts(model, group, data_group=None, **options):
 
 # --- demo ---
 
-from mixture import Dispatch
-from model import GPT, Config, OneProcess, Sent, join_ranks, leave, text_batch
+if __name__ == "__main__":  # importing this file needs no model.py
+    from model import GPT, Config, OneProcess, Sent, join_ranks, leave, text_batch
 
 
 def main():
@@ -336,10 +336,13 @@ def main():
     leave()
 
 
-class PlainDispatch(Dispatch):
+class PlainDispatch(nn.Module):
     def __init__(self, expert_count, group):
         super().__init__()
         self.options, self.chunks = (expert_count, group), 1
+
+    def send(self, *sent):
+        return sent
 
     def combine(self, sent, experts):
         return plain_dispatch(*sent, experts, *self.options)

@@ -278,7 +278,8 @@ def refuse_state_dict(*_):
 
 # --- demo ---
 
-from model import GPT, Config, OneProcess, Sent, join_ranks, leave, text_batch
+if __name__ == "__main__":  # importing this file needs no model.py
+    from model import GPT, Config, OneProcess, Sent, join_ranks, leave, text_batch
 
 
 def main():

@@ -413,7 +413,8 @@ def gpt_stages(model, stages, held):
 
 # --- demo ---
 
-from model import GPT, Config, OneProcess, Sent, join_ranks, leave, text_batch
+if __name__ == "__main__":  # importing this file needs no model.py
+    from model import GPT, Config, OneProcess, Sent, join_ranks, leave, text_batch
 
 
 def main():

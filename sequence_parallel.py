@@ -240,7 +240,8 @@ class DropoutOfOwnTokens(nn.Module):
 
 # --- demo ---
 
-from model import GPT, IGNORE, Config, OneProcess, Sent, join_ranks, leave, text_batch
+if __name__ == "__main__":  # importing this file needs no model.py
+    from model import GPT, IGNORE, Config, OneProcess, Sent, join_ranks, leave, text_batch
 
 
 def main():

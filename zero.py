@@ -452,7 +452,8 @@ def group_parameters(parameters, bucket_bytes, kind_of):
 
 # --- demo ---
 
-from model import GPT, Config, OneProcess, Sent, join_ranks, leave, text_batch
+if __name__ == "__main__":  # importing this file needs no model.py
+    from model import GPT, Config, OneProcess, Sent, join_ranks, leave, text_batch
 
 
 def main():

@@ -132,7 +132,8 @@ def worst_staleness(step, computing):
 
 # --- demo ---
 
-from model import GPT, Config, OneProcess, Sent, join_ranks, leave, text_batch
+if __name__ == "__main__":  # importing this file needs no model.py
+    from model import GPT, Config, OneProcess, Sent, join_ranks, leave, text_batch
 
 
 def main():
