@@ -8,33 +8,28 @@
         . 0 1 . .[0 ] 2[1 ] 3[2 ] .[3 ] . .     . 0 1 .(0 2(1{0 3(2{1(3{2{3
         . . 0[0 ] 1[1 ] 2[2 ] 3[3 ] . . . .     . . 0(0 1(1 2(2{0 3(3{1{2{3
 
-Split: backward of y = x A^T is two matmuls. dy is the gradient of y.
+Split     Backward of a linear layer y = x A^T is two matmuls. dy is the gradient of y.
+          I  dx = dy A     The stage before waits for it. (The papers call it B.)
+          W  dA = dy^T x   Nobody waits for it before the optimizer's step. So a rank computes it
+                           where it would wait, and keeps the pair (x, dy) until then.
+Schedules zb-h1  1F1B's memory, and a third of its bubble
+          zb-h2  no bubble, nearly twice the memory
+          zb-v   no bubble, 1F1B's memory; two stages per rank, so twice as many messages
+Sent      As in pipeline.py: b T C e bytes per micro-batch, boundary and direction.
+Limits    "No bubble" needs F = I = W and at least 2 p - 1 micro-batches on p ranks. It is between a
+          rank's first action and its last. The waits before and after stay, unless a rank begins
+          the next step while others work, and clipping excludes that: its norm waits for all. So a
+          step with zb-h2 is no faster than with zb-h1, and slower with few micro-batches (p = m =
+          8: 34 units, zb-h1 31). What is not split: docs/learn/pipelines.md.
 
-    I   dx = dy A      The stage before waits for it. I also computes the gradients of biases, norms
-                       and embeddings. The papers call it B; here B is I and W together
-    W   dA = dy^T x    Nobody waits for it before the optimizer's step, so a rank computes it where
-                       it would wait. Until then it keeps the pair (x, dy)
-
-Sent: what pipeline.py sends. The schedules (docs/learn/pipelines.md compares them):
-    zb-h1   1F1B's memory, a third of its bubble
-    zb-h2   no bubble, nearly twice the memory
-    zb-v    no bubble, 1F1B's memory; two stages per rank, so twice as many messages
-
-Limits: a micro-batch whose W is put off holds its pairs, which takes memory, too. "No bubble" (with
-F = I = W and at least 2 p - 1 micro-batches) is between a rank's first action and its last. The
-waits before and after are gone, and zb-h2 pays, only if a rank begins the next step while others
-work: not with clipping, whose norm waits for all. Not for a compiled stage. Under torch.autocast
-nothing is deferred: cast the weights instead.
-
-    torchrun --nproc_per_node=4 -m advanced.zero_bubble --layers 8
-    python -m receipts.pipeline
+    torchrun --nproc_per_node=4 -m advanced.zero_bubble    (needs model.py and pipeline.py)
 
 Qi et al. 2023, Zero bubble, arXiv:2401.10241. Qi et al. 2024, ZB-V, arXiv:2405.15362.
 """
 
+import argparse
 import collections
 import contextlib
-import functools
 
 import torch
 import torch.distributed as dist
@@ -44,45 +39,110 @@ from torch.overrides import TorchFunctionMode
 
 from pipeline import Pipeline, Row, plain_pipeline
 
-# --- the plainest form: a linear layer whose backward is cut in two
+# --- the plainest form: weight gradients wait in a store until the row says "W"
 
 
-class SplitLinear(nn.Linear):
-    """A linear layer that computes its weight's gradient when asked. For a trained weight that is
-    used once per micro-batch, an x that requires a gradient, and no in-place activation behind it.
+class InputGradient(torch.autograd.Function):
+    """y = x A^T, with I as its backward. It calls keep(x, dy, offsets): what W needs.
 
-        layer, x = SplitLinear(4, 3), torch.randn(5, 4, requires_grad=True)
-        loss = layer(x).square().sum()
-        loss.backward()            # I: x.grad is there, and goes to the stage before
-        layer.backward_weight()    # W: layer.weight.grad is there
+    offsets: None, or of experts' rows, (E,): an A each, (E, in, out), for rows up to its offset."""
 
-    Each call takes the oldest pair: a stage's W come in the order of its I."""
+    @staticmethod
+    def forward(ctx, x, weight, offsets, keep):
+        ctx.save_for_backward(x, weight, offsets)
+        ctx.keep = keep
+        return F.linear(x, weight) if offsets is None else F.grouped_mm(x, weight, offs=offsets)
 
-    def __init__(self, *sizes, **options):
-        super().__init__(*sizes, **options)
-        self.pairs = collections.deque()  # (x, gradient of y) of each backward, oldest first
-
-    def forward(self, x):
-        # As the weight is detached, autograd computes the gradients of x and of the bias only
-        y = F.linear(x, self.weight.detach(), self.bias)
-        if y.requires_grad:  # not in an evaluation
-            y.register_hook(lambda gradient: self.pairs.append((x.detach(), gradient)))
-        return y
-
-    def backward_weight(self):
-        if self.weight.grad is None:
-            self.weight.grad = torch.zeros_like(self.weight)
-        self.weight.grad += weight_gradient(*self.pairs.popleft())
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight, offsets = ctx.saved_tensors
+        ctx.keep(x.detach(), dy, offsets)
+        dx = dy @ weight if offsets is None else F.grouped_mm(dy, weight.mT, offs=offsets)
+        return dx, None, None, None
 
 
-def weight_gradient(x, gradient):
-    return gradient.flatten(0, -2).T @ x.flatten(0, -2)  # (out, in)
+class WeightGradient(torch.autograd.Function):
+    """A node whose backward is W. Autograd adds the result to .grad before it runs the next node:
+    one at a time is in memory."""
+
+    @staticmethod
+    def forward(ctx, weight, x, dy, offsets):
+        ctx.save_for_backward(x, dy, offsets)
+        return weight.new_zeros(())  # a root for backward: its value is not used
+
+    @staticmethod
+    def backward(ctx, _):
+        x, dy, offsets = ctx.saved_tensors
+        if offsets is None:
+            return dy.flatten(0, -2).T @ x.flatten(0, -2), None, None, None
+        return F.grouped_mm(x.T, dy, offs=offsets), None, None, None
 
 
-# --- what it is for: 1F1B with weight gradients where a rank would wait
-#     F    y = stage(x), sent on
-#     I    y.backward(gradient), x.grad sent       of all layers, but not of their weights
-#     W    layer.backward_weight() of each layer   nothing is sent
+class WeightGradStore(TorchFunctionMode):
+    """While it is on, each F.linear and F.grouped_mm leaves its weight's gradient for later.
+
+        store = WeightGradStore()
+        with store:
+            loss = F.cross_entropy(model(x), targets, reduction="sum") / target_count
+            loss.backward()  # I: gradients of inputs, biases, norms and embeddings
+        store.accumulate()  # W: gradients of weights. Without this line they are missing
+
+    All other weight gradients are part of I: those of other functions, of a weight that is computed
+    from parameters, and of all weights under autocast. weight.used_twice = True leaves all of a
+    weight's gradient to I: for a tied embedding under DDP or ZeRO, whose hooks expect one."""
+
+    def __init__(self):
+        super().__init__()
+        self.pairs = []  # (weight, x, dy, offsets), in the order of backward
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        instead = {F.linear: self.linear, torch.Tensor.backward: self.backward}
+        instead[torch._grouped_mm] = self.grouped_mm  # which F.grouped_mm calls
+        return instead.get(function, function)(*args, **kwargs or {})
+
+    def linear(self, input, weight, bias=None):  # named as F.linear's arguments
+        if not can_defer(input, weight):
+            return F.linear(input, weight, bias)
+        y = self.defer(input, weight)
+        return y if bias is None else y + bias
+
+    def grouped_mm(self, x, weight, *, offs=None, **options):
+        if not can_defer(x, weight):
+            return torch._grouped_mm(x, weight, offs=offs, **options)
+        return self.defer(x, weight, offs)
+
+    def defer(self, x, weight, offsets=None):
+        def keep(*pair):
+            self.pairs.append((weight, *pair))
+
+        return InputGradient.apply(x, weight.detach(), offsets, keep)
+
+    def backward(self, y, gradient=None, **options):
+        """y.backward(gradient) with this mode on, for a checkpointed layer, which runs its forward
+        again in here. Of y's edge: for the tensor y torch would switch the mode off."""
+        with self:
+            edge = torch.autograd.graph.get_gradient_edge(y)
+            torch.autograd.backward([edge], [gradient], **options)
+
+    def accumulate(self):
+        """Add the gradients to their weights, in one pass of autograd: DDP and ZeRO take the end of
+        a pass for the end of backward."""
+        # Autograd runs the newest root first. Reversed, gradients come in backward's order
+        roots = [WeightGradient.apply(*pair) for pair in reversed(self.pairs)]
+        self.pairs.clear()
+        if roots:
+            torch.autograd.backward(roots)
+
+
+def can_defer(x, weight):
+    """Whether autograd would compute this weight's gradient, and the weight is a parameter or a
+    view of one."""
+    base = weight if weight._base is None else weight._base
+    if not isinstance(base, nn.Parameter) or getattr(base, "used_twice", False):
+        return False
+    if torch.is_autocast_enabled(x.device.type):  # W would not be cast
+        return False
+    return torch.is_grad_enabled() and x.requires_grad and weight.requires_grad
 
 
 def zb_h1(rank, ranks, microbatches, reach=1):
@@ -107,47 +167,43 @@ def zb_h1(rank, ranks, microbatches, reach=1):
     return row
 
 
-zb_h2 = functools.partial(zb_h1, reach=2)
+def plain_zero_bubble(stage, row, inputs, targets, loss_fn, like, down, up):
+    """plain_pipeline with a row of F, I and W: zb_h1's or zb_h2's, of any stage."""
+    stores = collections.deque()  # of each micro-batch, from F to W
 
+    def forward(x):
+        stores.append(WeightGradStore())
+        with stores[-1]:
+            return stage(x)
 
-def plain_zb_h1(stage, inputs, targets, loss_fn, like, down, up):
-    """plain_pipeline with this row, for a stage whose linear layers are SplitLinears."""
-    rank, ranks = dist.get_rank(down), dist.get_world_size(down)
-    split = [layer for layer in stage.modules() if isinstance(layer, SplitLinear)]
-
-    # A generator: what stands between two yields runs between two actions of plain_pipeline. That
-    # takes I for a backward, and has sent x.grad when it asks for the next: so W runs meanwhile
-    def row():
-        for kind, _, _ in zb_h1(rank, ranks, len(inputs)):
-            if kind != "W":
-                yield kind
+    def forwards_and_backwards():
+        """What plain_pipeline runs. It asks for the next letter when it has sent I's x.grad: so W
+        runs meanwhile."""
+        for kind, _, _ in row:
+            if kind == "W":
+                stores.popleft().accumulate()
             else:
-                for layer in split:
-                    layer.backward_weight()
+                yield kind  # to it, I is a backward
 
-    return plain_pipeline(stage, row(), inputs, targets, loss_fn, like, down, up)
+    return plain_pipeline(
+        forward, forwards_and_backwards(), inputs, targets, loss_fn, like, down, up
+    )
 
 
-# --- any model: a Pipeline for F, I and W, in which each F.linear does what SplitLinear does
+# --- any schedule
 
 
 class SplitPipeline(Pipeline):
-    """A Pipeline that runs I and W as well. Use it as pipeline.py's demo does, with
-
-        schedule = Schedule(zb_v(rank, ranks, microbatches) for rank in range(ranks))
-        pipeline = SplitPipeline(schedule, forward, (b, T, C), dtype, device)
-
-    F and I of a micro-batch run inside a Deferred (below): I is an ordinary backward, and W adds
-    the weight gradients that the Deferred has put off.
+    """A Pipeline that runs I and W as well.
 
     around: a context manager, entered as around(action) while an action computes: for ZeRO or FSDP
-    (docs/use/two-techniques.md), or to count."""
+    (docs/use/two-techniques.md)."""
 
     def __init__(self, *args, around=contextlib.nullcontext, **options):
         super().__init__(*args, **options)
         self.around = around
         self.split = {(a.microbatch, a.stage) for a in self.row if a.kind == "W"}
-        self.deferred = {}  # {(micro-batch, stage): its Deferred, from F to W}
+        self.stores = {}  # {(micro-batch, stage): its WeightGradStore, from F to W}
 
     def run_action(self, action):
         received = self.receive(action)
@@ -160,125 +216,15 @@ class SplitPipeline(Pipeline):
         if (m, stage) not in self.split:
             return super().compute(action, received)
         if kind == "F":
-            self.deferred[m, stage] = Deferred()
+            self.stores[m, stage] = WeightGradStore()
         if kind == "W":
-            return self.deferred.pop((m, stage)).accumulate()
-        with self.deferred[m, stage]:
+            return self.stores.pop((m, stage)).accumulate()
+        with self.stores[m, stage]:
             return super().compute(action, received)
 
 
-class Deferred(TorchFunctionMode):
-    """While it is on, each F.linear and F.grouped_mm leaves its weight's gradient for later.
-
-        deferred = Deferred()
-        with deferred:
-            loss = F.cross_entropy(model(x), targets, reduction="sum") / target_count
-            loss.backward()    # I: gradients of inputs, biases, norms and embeddings
-        deferred.accumulate()  # W: gradients of weights. Without this line they are missing
-
-    The weights are parameters, or views of them. All other weight gradients are part of I: of a
-    weight that is computed, of all weights under autocast, and in addmm, matmul, bmm and
-    nn.MultiheadAttention.
-
-    weight.used_twice = True leaves all of a weight's gradient to I: for a tied embedding under DDP
-    or ZeRO, whose hooks expect one gradient."""
-
-    def __init__(self):
-        super().__init__()
-        # (weight, x, gradient of y, offsets of F.grouped_mm), in the order of backward
-        self.entries = []
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if function in (F.linear, torch._grouped_mm):  # F.grouped_mm calls torch._grouped_mm
-            return self.defer(function, *args, **kwargs)
-        if function is torch.Tensor.backward:
-            return self.backward(*args, **kwargs)
-        return function(*args, **kwargs)
-
-    def defer(self, function, input, weight, *rest, **options):  # named as F.linear's arguments
-        """As SplitLinear.forward, but autograd's graph holds x: checkpointing may drop it there."""
-        if not can_defer(input, weight):
-            return function(input, weight, *rest, **options)
-        input = SaveInput.apply(input)
-        graph_node = input.grad_fn
-
-        def keep_pair(gradient):
-            [x] = graph_node.saved_tensors
-            self.entries.append((weight, x.detach(), gradient, options.get("offs")))
-
-        y = function(input, weight.detach(), *rest, **options)
-        # F.linear of a 3-D x returns a view. An in-place ReLU gives a view a new node, without the
-        # hook. _unsafe_view makes it a tensor of its own, without a copy
-        if y._is_view():
-            y = torch.ops.aten._unsafe_view(y, y.shape)
-        y.register_hook(keep_pair)
-        return y
-
-    def backward(self, y, gradient=None, **options):
-        """y.backward(gradient) with this mode on. torch switches a mode off while it runs the
-        mode's own methods. But a checkpointed layer runs its forward again in here, and must save
-        what it saved at first."""
-        with self:
-            # The edge: for the tensor y torch would switch the mode off again
-            edge = torch.autograd.graph.get_gradient_edge(y)
-            torch.autograd.backward([edge], [gradient], **options)
-
-    def accumulate(self):
-        """Add the deferred gradients to their weights, in one pass of autograd: DDP and ZeRO take
-        the end of a pass for the end of backward."""
-        # Autograd runs the newest root first. Reversed, gradients come in backward's order
-        roots = [WeightGradient.apply(*entry) for entry in reversed(self.entries)]
-        self.entries.clear()
-        if roots:
-            torch.autograd.backward(roots)
-
-
-def can_defer(x, weight):
-    base = weight if weight._base is None else weight._base
-    if not isinstance(base, nn.Parameter) or getattr(base, "used_twice", False):
-        return False
-    if torch.is_autocast_enabled(x.device.type):  # W would not be cast
-        return False
-    return torch.is_grad_enabled() and x.requires_grad and weight.requires_grad
-
-
-class SaveInput(torch.autograd.Function):
-    """Identity that saves x in autograd's graph, from which activation checkpointing drops it and
-    makes it again. Before the product, not with it: the second run of a region stops as soon as all
-    is saved, so a product at its end does not run again."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-
-class WeightGradient(torch.autograd.Function):
-    """A node whose backward computes a weight's gradient. Autograd adds it to .grad before it runs
-    the next node: one at a time is in memory. (torch.autograd.backward(weights, gradients) would
-    need all of a stage's at once.)"""
-
-    @staticmethod
-    def forward(ctx, weight, x, gradient, offsets):
-        ctx.save_for_backward(x, gradient, offsets)
-        return weight.new_zeros(())  # a root for backward: its value is not used
-
-    @staticmethod
-    def backward(ctx, _):
-        x, gradient, offsets = ctx.saved_tensors
-        if offsets is None:
-            result = weight_gradient(x, gradient)
-        else:
-            result = F.grouped_mm(x.T, gradient, offs=offsets)  # (E, in, out)
-        return result, None, None, None
-
-
-# --- schedules with two stages per rank
+def zb_h2(rank, ranks, microbatches):
+    return zb_h1(rank, ranks, microbatches, reach=2)
 
 
 def zb_v(rank, ranks, microbatches):
@@ -313,65 +259,116 @@ def zb_v(rank, ranks, microbatches):
 
 # --- demo ---
 
-import harness
-import proof
-from pipeline import make_links, open_links, reduce_tied
-from receipts import pipeline as schedules  # its tables and formulas
+if __name__ == "__main__":  # importing this file needs no model.py
+    from model import GPT, Config, OneProcess, Sent, join_ranks, leave, text_batch
+    from pipeline import Schedule, gpt_stages, make_links, one_f_one_b, open_links, reduce_tied
 
 
 def main():
-    parser = harness.parser(__doc__, microbatches=8)
-    g = parser.add_argument_group("pipeline")
-    g.add_argument("--schedule", choices=schedules.SCHEDULES, default="zb-h1")
-    g.add_argument("--chunks", **harness.POSITIVE, help="stages a rank of interleaved (default: 2)")
+    parser = argparse.ArgumentParser(description="train a GPT with each schedule, and prove it")
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--microbatches", type=int, help="of a step (default: 2 per rank)")
     args = parser.parse_args()
-    config = harness.configure(args)
-    harness.check_batch(args, 1)  # refuses one that does not divide into micro-batches
-    proof.launch(demo, args, check=lambda world: schedules.check_schedule(args, config, world))
+    device = join_ranks()
+    args.microbatches = args.microbatches or 2 * dist.get_world_size()
+    train(plain_zero_bubble, zb_h1, args, device)
+    for make_row in one_f_one_b, zb_h1, zb_h2, zb_v:
+        train(SplitPipeline, make_row, args, device)
+    leave()
 
 
-def demo(run):
-    """run: this process's flags, device, data and receipt (proof/run.py)."""
-    args, config, rank, ranks = run.args, run.config, run.rank, run.world
-    # By name; "zb-h1" is Schedule(zb_h1(rank, ranks, microbatches) for rank in range(ranks))
-    schedule = schedules.find_schedule(args.schedule, ranks, args.microbatches, args.chunks)
-    stages, last = schedule.stages(rank), schedule.last
-    links = open_links(make_links(), schedule, run.device)
-    ends = dist.new_group(sorted({schedule.owner[0], schedule.owner[last]}))
-    run.groups(down=links[:2], up=links[2:], tied=ends)  # names in the receipt
-    # The range of layers of each stage, balanced by FLOPs. `cut` balances their number
-    layers = schedules.stage_layers(config, last + 1)
-    parts = harness.split(run.meta_model, layers, stages, ends)
-    model = run.fill(harness.Stages(parts))
-    parameters = list(model.parameters())
-    # harness.split has marked a matrix that the first and the last stage share, on two ranks
-    tied = [p for p in parameters if "partial" in getattr(p, "placement", {})]
-    optimizer = harness.make_optimizer(parameters, args)
-    in_w = schedules.GradientsInW(parameters)  # of zb-*: counts for the receipt
+def train(executor, make_row, args, device):
+    rank, ranks, m = dist.get_rank(), dist.get_world_size(), args.microbatches
+    schedule = Schedule(make_row(r, ranks, m) for r in range(ranks))
+    held, last = schedule.stages(rank), schedule.last
+    links = open_links(make_links(), schedule, device)
+    torch.manual_seed(0)  # every rank draws all weights, and keeps those of its stages
+    model = GPT(Config(layers=args.layers, width=32, context=32)).to(device, torch.float64)
+    one = OneProcess(model, torch.optim.AdamW)
+    stages = gpt_stages(model, last + 1, held)
+    named = {name: p for part in stages.values() for name, p in part.named()}
+    ends = sorted({schedule.owner[0], schedule.owner[last]})  # ranks
+    tied, ends_group = named.get("embed.token.weight"), dist.new_group(ends)
+    optimizer = torch.optim.AdamW(named.values())
+    like = torch.zeros(2, 32, 32, dtype=torch.float64, device=device)  # (b, T, C)
+    if rank == 0:
+        row = "".join(action.kind for action in schedule[0])
+        print(f"{executor.__name__}, {make_row.__name__}: {ranks} ranks, rank 0 runs {row}")
+    for step in range(args.steps):
+        tokens, targets, count = text_batch(step, m * len(like), 32, device)
+        inputs, answers = tokens.chunk(m), targets.chunk(m)
 
-    def forward(stage, m, x):
-        tokens, targets, samples = batches[m]  # of the step: set by the loop below
-        x = tokens if x is None else x
-        return model[stage](x, targets=targets, target_count=run.target_count, sample_ids=samples)
+        def forward(stage, i, x):  # the last stage has the head, and returns the loss
+            x = inputs[i] if x is None else x
+            return stages[stage](x, targets=answers[i], target_count=count)
 
-    shape = (args.batch // args.microbatches, config.context, config.width)
-    given = schedule, forward, shape, run.dtype, run.device, links
-    pipeline = SplitPipeline(*given, around=in_w)
-    for step in run.steps(optimizer):
-        batches = run.microbatches(step)
-        optimizer.zero_grad(set_to_none=False)  # gradients stay in memory: the receipt counts them
-        losses = pipeline.run()
-        for weight in tied:
-            reduce_tied(weight, ends)
-        loss = sum(losses, start=run.zero())  # zero on ranks without the last stage
+        def loss_fn(logits, y):  # the sum over y, divided by the number of the batch's targets
+            return model.loss(logits, y, count)
+
+        optimizer.zero_grad()
+        with Sent() as sent:
+            if executor is plain_zero_bubble:
+                batch = inputs, answers, loss_fn, like
+                losses = executor(stages[rank], schedule[rank], *batch, links[0], links[2])
+            else:
+                losses = executor(schedule, forward, like.shape, like.dtype, device, links).run()
+            if tied is not None:
+                reduce_tied(tied, ends_group)
+        # A rank has the gradients of its layers. Of the tied matrix's two copies one counts
+        counted = [p.grad for p in named.values() if p is not tied or rank == 0]
+        squares = sum(gradient.square().sum() for gradient in counted)
+        loss = sum(losses, like.new_zeros(()))  # on the rank that has the last stage
+        dist.all_reduce(squares)
         dist.all_reduce(loss)
-        norm = harness.grad_norm(parameters, [dist.group.WORLD])  # over the stages of all ranks
-        run.check(loss, norm, model.named)
-        harness.clip(parameters, norm, args.grad_clip)
+        torch.nn.utils.clip_grads_with_norm_(named.values(), 0.5, squares.sqrt())
         optimizer.step()
-        run.log()
-    return schedules.receipt(run, schedule, layers, in_w)
+        alone = one.train_step(tokens, targets, count, 0.5)
+        whole = dict(one.model.named_parameters())
+        gradients = [(name, p.grad, whole[name].grad) for name, p in named.items()]
+        weights = [(name, p.data, whole[name].data) for name, p in named.items()]
+        one.compare(step, loss, alone, gradients, weights)
+    check_bubble(schedule, make_row.__name__, m, device)
+    borders = [message for message in map(schedule.outgoing, schedule[rank]) if message]
+    formula = sum(m.source != m.target for m in borders) * like.nbytes
+    if tied is not None:
+        formula += (len(ends) - 1) * tied.nbytes  # an all-reduce over two ranks
+    one.prove(sent, "m b T C e each way over a border, V C e if tied", formula)
+
+
+class VirtualTime(SplitPipeline):
+    """Runs a schedule without layers. A message is the time at which it was sent."""
+
+    now, waited = 0.0, 0.0
+
+    def compute(self, action, received):
+        start = self.now if received is None else max(self.now, received.item())
+        if action != self.row[0]:  # the wait before a rank's first action is none of the bubble
+            self.waited += start - self.now
+        self.now = start + (2 if action.kind == "B" else 1)
+        return torch.tensor([self.now], device=self.device)
+
+
+def check_bubble(schedule, name, m, device):
+    """How long a rank waits between its first action and its last, at most, beside the papers."""
+    clock = VirtualTime(schedule, None, (1,), torch.float32, device)
+    clock.run()
+    waited = torch.tensor(clock.waited, device=device)
+    dist.all_reduce(waited, op=dist.ReduceOp.MAX)
+    p = dist.get_world_size()
+    text, formula, least = {  # least: the formula holds from so many micro-batches
+        "one_f_one_b": ("(p-1) (F+I+W)", 3 * (p - 1), 1),
+        "zb_h1": ("(p-1) (F+I-W)", p - 1, p),
+        "zb_h2": ("(p-1) (F+I-2W)", 0, 2 * p - 1),
+        "zb_v": ("0", 0, 2 * p - 1),
+    }[name]
+    wrong = m >= least and waited != formula
+    if dist.get_rank() == 0:
+        verdict = "NOT proven: the bubble differs" if wrong else f"from {least} micro-batches"
+        print(f"in virtual time a rank waits {waited:g} units, {text} = {formula}: {verdict}")
+    if wrong:
+        leave(1)
 
 
 if __name__ == "__main__":
-    harness.script(main)
+    main()

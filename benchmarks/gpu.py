@@ -31,7 +31,6 @@ from benchmarks import nanogpt
 from benchmarks.vs_torch import PAIRS
 from harness.files import check_file
 from receipts.formulas import flops_per_token
-from receipts.pipeline import SCHEDULES
 from trainer import layout, tracking
 
 ALONE = "--sample 0 --eval-every 0"  # train.py, without what follows the steps
@@ -46,12 +45,11 @@ PROFILED = 3  # steps of a run that train.py --profile-to traces
 NAMES = "muon muon_in_grid composition zero_in_grid tensor_overlap dualpipe"
 TECHNIQUES = [f"{name}.py" for name in NAMES.split()]
 TECHNIQUES += ["diloco.py --stream 2 --stream-delay 1 --outer-bits 4"]
-PIPELINE = "zero_bubble.py --layers 16 --microbatches 16 --schedule"
-TECHNIQUES += [f"{PIPELINE} {name}" for name in SCHEDULES]
 TECHNIQUES += ["packed_documents.py --documents e --dtype bfloat16"]
+V = "--pp 4 --layers 8 --microbatches 8 --schedule zb-v"
 LAYOUTS = {  # ranks: flags of train.py
     2: ["--dp 2 --zero 3", "--tp 2 --sp", "--pp 2", "--cp 2 --recompute block"],
-    4: ["--tp 2 --sp --pp 2 --schedule zb-h1", "--dp 2 --cp 2 --ep 4 --experts 4"],
+    4: ["--tp 2 --sp --pp 2 --schedule zb-h1", "--dp 2 --cp 2 --ep 4 --experts 4", V],
     8: ["--dp 2 --tp 2 --pp 2 --zero 1", "--dp 8 --zero 3 --zero-ranks 2 --offload"],
 }
 

@@ -39,7 +39,8 @@ def sleeping(name, run):
     """Utilisation of a step whose stages sleep: as measured, and as planned."""
     schedule = schedules.find_schedule(name, run.world, MICROBATCHES)
     each = SECONDS * run.world / len(schedule.owner)  # a stage's F, I and W
-    weight, gradient = torch.nn.Parameter(torch.ones(4, 4)), zero_bubble.weight_gradient
+    weight = torch.nn.Parameter(torch.ones(4, 4))
+    accumulate = zero_bubble.WeightGradStore.accumulate
     halved = {action[1:] for action in schedule[run.rank] if action.kind == "W"}
 
     def forward(stage, i, x):
@@ -49,11 +50,11 @@ def sleeping(name, run):
         y = Sleep.apply(F.linear(x, weight), each, each)
         return y.sum() if stage == schedule.last else y
 
-    def slow_gradient(*tensors):
+    def slowly(store):
         time.sleep(each)
-        return gradient(*tensors)
+        accumulate(store)
 
-    with mock.patch.object(zero_bubble, "weight_gradient", slow_gradient):
+    with mock.patch.object(zero_bubble.WeightGradStore, "accumulate", slowly):
         ours = zero_bubble.SplitPipeline(schedule, forward, (2, 4), torch.float32, "cpu")
         dist.barrier()
         begin = time.perf_counter()

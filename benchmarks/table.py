@@ -16,8 +16,8 @@ ROWS = [
     "train.py --microbatches 2 --dp 4 --zero 3",
     "train.py --microbatches 2 --tp 4",
     "train.py --microbatches 2 --tp 4 --sp",
-    "zero_bubble.py --layers 8 --schedule 1f1b",
-    "zero_bubble.py --layers 8 --schedule zb-v",
+    "train.py --layers 8 --microbatches 8 --pp 4",
+    "train.py --layers 8 --microbatches 8 --pp 4 --schedule zb-v",
     "train.py --microbatches 2 --cp 4",
     "train.py --microbatches 2 --dp 4 --ep 4 --experts 8 --expert-chunks 2",
     "muon.py",
@@ -35,7 +35,8 @@ def main():
     print("| | sent a step | held, beside one process | error |\n|---|---|---|---|")
     for command in ROWS:
         flags = "--device cpu --dtype float64 --steps 3 --quiet --nproc"
-        alone = re.sub(r" --(dp|tp|cp|ep|zero|expert-chunks) \d| --sp", "", command)
+        flag = r" --(dp|tp|cp|pp|ep|zero|expert-chunks) \d| --sp| --schedule \S+"
+        alone = re.sub(flag, "", command)
         one, four = map(benchmarks.receipt, (f"{alone} {flags} 1", f"{command} {flags} 4"))
         sent = sum(row["wire_bytes"] for row in four["sent"]) / 1e6
         size = f"{held(four) / 1e6:.1f} of {held(one) / 1e6:.1f} MB, {held(four) / held(one):.2f}"

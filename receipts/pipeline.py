@@ -5,7 +5,6 @@ schedule with times: for each rank a list of (start, end, action).
 """
 
 import collections
-import contextlib
 import functools
 import itertools
 from importlib import import_module
@@ -14,8 +13,7 @@ from harness.flags import POSITIVE, Parser
 from harness.presets import ceil
 from harness.refusal import Refused, refusing
 from harness.start import script
-from proof.receipt import Count
-from receipts.formulas import SCALAR, Group, flops_per_token, held, sizes_of, summed
+from receipts.formulas import SCALAR, flops_per_token, held, summed
 
 MOST_ACTIONS = 20_000_000  # of a schedule: 160 bytes and 7 microseconds each
 MOST_COMPARED = 30_000  # of each schedule that main() simulates
@@ -202,23 +200,6 @@ def most_in_flight(name, ranks, microbatches, stages):
 # --- the receipt
 
 
-class GradientsInW:
-    """A Pipeline's `around`. Counts parameters' gradients that come in W, not with the inputs'."""
-
-    def __init__(self, parameters):
-        self.count, self.in_w = 0, False
-        for p in parameters:
-            p.register_post_accumulate_grad_hook(self.arrived)
-
-    @contextlib.contextmanager
-    def __call__(self, action):
-        self.in_w = action.kind == "W"
-        yield
-
-    def arrived(self, parameter):
-        self.count += self.in_w
-
-
 def expected(sizes, group, messages, tied=None, scalars=2):
     """(sent, held). messages: how many activations and gradients this rank sends for each
     micro-batch, as `boundaries` counts them. tied: the Group of the two ends, if the first and the
@@ -243,47 +224,6 @@ def of_rank(config, schedule, rank):
         "head": schedule.last in stages,
         "in_flight": in_flight(schedule[rank], lambda stage: len(layers[stage])),
     }
-
-
-def receipt(run, schedule, layers, in_w):
-    """Write the receipt of a demo's run. Returns the exit code.
-
-    layers: the range of layers of each stage. in_w: this rank's GradientsInW."""
-    args, name, rank = run.args, run.args.schedule, run.rank
-    p, v, m = run.world, len(layers) // run.world, args.microbatches
-    plan, flying = simulate(schedule), [in_flight(row) for row in schedule.rows]
-    held = f"in stages x micro-batches, by rank: {' '.join(map(str, flying))}"
-    wait, text = by_paper(name, p, m, v, v, v, v)  # a stage's F is one unit, a rank's is v
-    waits = waiting(plan)
-    notes = [
-        f"layers of the stages: {' '.join(f'{r.start}-{r.stop - 1}' for r in layers)}",
-        Count(f"activations held at most, {held}", max(flying), most_in_flight(name, p, m, v)),
-        Count(f"a rank waits {waits:g} units of {3 * m * v}, by the paper {text}", waits, wait),
-        f"utilisation of the step {utilisation(plan):.1%}",
-    ]
-    if any(action.kind == "W" for row in schedule.rows for action in row):
-        count, wanted = in_w.count / args.steps, weights_put_off(run.config, schedule[rank], layers)
-        text = f"gradients of matrices that came in W, on rank {rank}: {count:g}"
-        notes.append(Count(text, count, wanted))
-    sizes = sizes_of(args, run.config, **of_rank(run.config, schedule, rank))
-    tied = Group("tied", 2 if p > 1 else 1)
-    rows = expected(sizes, Group("world", p), boundaries(schedule, rank), tied)
-    return run.receipt({"pp": p, "schedule": name, "microbatches": m}, *rows, notes)
-
-
-def weights_put_off(config, row, layers):
-    """How many gradients of matrices come in W on a rank with that row of a schedule: of each block
-    and of the output projection, one a micro-batch. None where experts may have no tokens."""
-    if config.experts:
-        return None
-    matrices = 5 if config.mlp == "swiglu" else 4  # qkv, proj, and three or two of the MLP
-    last, count = len(layers) - 1, 0
-    for kind, _, stage in row:
-        if kind == "W":
-            count += matrices * len(layers[stage])
-            # A tied matrix that one stage uses twice gets both its gradients at once
-            count += stage == last and not (config.tied and last == 0)
-    return count
 
 
 # --- shown

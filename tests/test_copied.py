@@ -394,23 +394,6 @@ def test_plain_pipeline(pp, microbatches, row):
     assert_trained({p.full_name: p for p in stage.parameters()}, whole)
 
 
-@on_top_of("pipeline zero_bubble", 1)
-def test_usage_of_split_linear(pp, zb):
-    """Twice, as two micro-batches: first both I, then both W. The sums are those of nn.Linear."""
-    torch.set_default_dtype(torch.float64)
-    names = run_usage(zb.SplitLinear, **vars(zb))
-    layer, x = names["layer"], names["x"]
-    for _ in range(2):
-        layer(2 * x.expand(2, 5, 4)).square().sum().backward()
-    layer.backward_weight()
-    layer.backward_weight()
-    ours, weight = (x.grad.clone(), layer.weight.grad), nn.Parameter(layer.weight.detach().clone())
-    x.grad = None
-    for input in (x, 2 * x.expand(4, 5, 4)):
-        F.linear(input, weight, layer.bias).square().sum().backward()
-    torch.testing.assert_close(ours, (x.grad, weight.grad), rtol=1e-10, atol=1e-10)
-
-
 @on_top_of("dualpipe zero_bubble pipeline", 2)
 def test_usage_of_turns(dualpipe, *_):
     x1, x2 = torch.ones(4, requires_grad=True), torch.arange(4.0) + dist.get_rank()
@@ -463,9 +446,9 @@ def test_usage_of_dualpipe(dualpipe, ep, zb, pp):
 
 
 @on_top_of("pipeline zero_bubble", 1)
-def test_usage_of_deferred(pp, zb):
+def test_usage_of_the_store(pp, zb):
     model, x, targets = nn.Linear(4, 3), torch.ones(2, 4, requires_grad=True), torch.tensor([0, 1])
-    run_usage(zb.Deferred, **vars(zb), model=model, x=x, targets=targets, target_count=2)
+    run_usage(zb.WeightGradStore, **vars(zb), model=model, x=x, targets=targets, target_count=2)
     late = model.weight.grad.clone()
     model.zero_grad()
     F.cross_entropy(model(x), targets).backward()

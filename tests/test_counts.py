@@ -7,9 +7,7 @@ import pytest
 import torch
 
 import muon
-import pipeline
 import proof
-import zero_bubble
 from receipts import pipeline as schedules
 
 SMALL = "--layers 4 --heads 2 --width 8 --context 8 --batch 8 --steps 2 --dtype float64 --quiet"
@@ -19,33 +17,8 @@ def owners_wait():
     muon.Muon._arrived = lambda self, bucket, p: None
 
 
-def nothing_put_off():
-    zero_bubble.can_defer = lambda x, weight: False
-
-
-def one_forward_more():
-    right = pipeline.one_f_one_b
-    pipeline.one_f_one_b = lambda rank, ranks, m: right(rank, ranks + (rank == 0), m)
-
-
-def waits_for_weights():
-    """H1 without deferral: no more is held, and the bubble is that of 1F1B."""
-    right = pipeline.one_f_one_b
-
-    def wrong(rank, ranks, microbatches):
-        row = pipeline.Row()
-        for kind, _, stage in right(rank, ranks, microbatches):
-            row.add("F" if kind == "F" else "IW", stage)
-        return row
-
-    zero_bubble.zb_h1 = wrong
-
-
 CASES = [
     (muon, "", owners_wait, "0 of 19 buckets started during backward"),
-    (zero_bubble, "--schedule zb-v --microbatches 4", nothing_put_off, "came in W, on rank 0: 0"),
-    (zero_bubble, "--schedule 1f1b --microbatches 4", one_forward_more, "by rank: 3 1"),
-    (zero_bubble, "--schedule zb-h1 --microbatches 4", waits_for_weights, "a rank waits"),
 ]
 
 

@@ -106,14 +106,13 @@ muon --lr 6 -> at most 1
 muon --weight-decay 1548805 -> at most 1
 train --device cpu --backend nccl -> 1 ranks need 1 GPUs on nccl and this machine has 0
 train --tp 3 -> 4 heads.*3 tensor-parallel
-zero_bubble --nproc 6 -> 4 layers.*6 pipeline stages
 muon --nproc 5 -> --batch 16.*5 data-parallel
 muon --json /no/such/folder/file -> --json /no/such/folder/file can't be written
 train --dp 2 --nproc 3 -> needs 2 processes, not the 3
 train --width 100000000 --heads 1 -> the weights take .* GB, this machine has
 train --width 10000 --heads 1 --layers 100000 -> the weights take .* GB, this machine has
 train --layers 1000000 -> '1000000' is not a whole number of at least 1 and at most 100,000
-zero_bubble --schedule interleaved --chunks 1000000 -> a schedule of
+train --pp 4 --schedule interleaved --chunks 1000000 -> a schedule of
 train --ep 2 --dp 2 --experts 2 --expert-chunks 1000000 -> has 2,048 tokens
 muon --timeout 1e308 -> at most 1,000,000
 muon --nproc 1000000 --batch 2000000 -> 1,000,000 ranks are too many for one machine

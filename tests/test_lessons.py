@@ -27,6 +27,7 @@ LESSONS = {
     "parameter_server": ("model", (2, 3, 4)),
     "pipeline": ("model", (2, 3, 4)),
     "zero": ("model", (2, 3, 4)),
+    "zero_bubble": ("model pipeline", (2, 3)),
     "fsdp": ("model zero", (2, 3, 4)),
     "tensor_parallel": ("model", (2, 3, 4)),
     "sequence_parallel": ("model tensor_parallel", (2, 3, 4)),

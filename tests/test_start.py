@@ -417,7 +417,7 @@ def through_the_host():
     "flags",
     [
         "train --cp 3",
-        "zero_bubble --schedule zb-v --layers 6",
+        "train --pp 3 --schedule zb-v --layers 6",
     ],
 )
 def test_messages_through_the_host(tmp_path, flags):

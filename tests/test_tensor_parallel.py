@@ -183,7 +183,10 @@ def test_backward_hides_the_messages_of_enter(ranks, monkeypatch):
         assert not flights.flying
         return sum(flights.landed), len(flights.landed)
 
-    ways = [(tp.parallelize_tensors,), (tp.parallelize_tensors, False, zero_bubble.Deferred())]
+    ways = [
+        (tp.parallelize_tensors,),
+        (tp.parallelize_tensors, False, zero_bubble.WeightGradStore()),
+    ]
     ways += [(sequence_parallel.parallelize_sequence, again) for again in (False, True)]
     results = ranks(2, lambda rank: [work(rank, *way) for way in ways])
     assert results == 2 * [[(5, 5), (0, 5), (5, 10), (10, 15)]]

@@ -51,7 +51,7 @@ def add_flags(parser):
         g.add_argument(f"--{name}", action="store_true", help=why)
     why = "how attention sees the whole sequence"
     g.add_argument("--cp-kind", choices=context.KINDS, default="ring", help=why)
-    why = "order of the micro-batches in a pipeline"
+    why = "order of the micro-batches in a pipeline. zb-v pays for more than --pp of them"
     g.add_argument("--schedule", choices=list(schedules.SCHEDULES), default="1f1b", help=why)
     why = "what replicas split: 1 optimizer states, 2 gradients too, 3 weights too (FSDP)"
     g.add_argument("--zero", type=int, choices=range(4), default=0, help=why)
