@@ -1,9 +1,9 @@
 """Collectives: all of them from messages between two ranks, and seven ways to all-reduce.
 
 A group is N processes, the ranks 0 to N-1. A collective moves tensors between them. An all-reduce
-gives all of them the sum. On a ring each rank cuts its tensor into N chunks, and in each round rank
-r sends one chunk to rank r-1. Here N is 3, the columns are chunks 0, 1 and 2, "12" is rank 1's plus
-rank 2's, and "." is a partial sum that is no longer needed:
+gives all of them the sum. The ring all-reduce: each rank cuts its tensor into N chunks, and in each
+round rank r sends one chunk to rank r-1 (the other way round is as good). Here N is 3, the columns
+are chunks 0, 1 and 2, "12" is rank 1's plus rank 2's, and "." has been passed on:
 
               start      round 1       round 2        rounds 3 and 4
     rank 0    0  0  0    0   .   01    012  .   .     012 012 012     1, 2: a reduce-scatter,
@@ -14,10 +14,11 @@ Sent      A rank sends 2 (N-1) chunks, that is 2 S (N-1)/N bytes for a tensor of
           2 S for any N. In no algorithm does the busiest rank send less, unless the network's
           switches add. But each of the 2 (N-1) rounds waits for the one before. So for small
           tensors others are faster: the table above ALGORITHMS has what all seven send.
-Backward  Autograd sees none of these messages: their backward is written by hand. Where forward
-          copies, backward adds up: broadcast and reduce are each other's backward, all-gather and
-          reduce-scatter too. All-to-all goes back the way it came. The backward of all-reduce is
-          all-reduce if the ranks' losses add up, the identity if all compute the same loss.
+Backward  Autograd sees none of these messages: the files that use them write their backward by
+          hand (tensor_parallel.py has the first two). Where forward copies, backward adds up:
+          broadcast and reduce are each other's backward, all-gather and reduce-scatter too.
+          All-to-all goes back the way it came. The backward of all-reduce is all-reduce if the
+          ranks' losses add up, the identity if all compute the same loss.
 Limits    For learning: torch.distributed is as fast or faster. Times: docs/learn/collectives.md.
 
     torchrun --nproc_per_node=4 collectives.py              (needs model.py, to count and prove)
@@ -29,7 +30,6 @@ Sanders, Speck and Traeff 2009 (two trees).
 import argparse
 import copy
 import functools
-import types
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,8 @@ import torch.distributed as dist
 
 
 def plain_ring_all_reduce(x, group=None):
-    """Sum x over the group, in place, as dist.all_reduce does. x is contiguous."""
+    """Sum x over the group, in place, as dist.all_reduce does. x is contiguous and has at least N
+    elements (the form below takes any: it sends no empty chunks)."""
     n, rank = dist.get_world_size(group), dist.get_rank(group)
     left, right = (rank - 1) % n, (rank + 1) % n
     chunks = x.view(-1).tensor_split(n)
@@ -121,7 +122,7 @@ class Communicator:
 
 
 def ring_all_reduce(comm, x, combine):
-    """Every rank gets the sum. All links of the ring are busy all the time."""
+    """Every rank gets the sum (by any operator). All links of the ring are busy all the time."""
     chunks = x.tensor_split(comm.size)
     ring_reduce_scatter(comm, chunks, combine)
     ring_all_gather(comm, chunks)
@@ -261,11 +262,13 @@ def barrier(group=None):
 
 def server_all_reduce(comm, x, combine):
     """Rank 0 adds up, in the order of the ranks, and sends the sum to all. The others wait."""
-    is_server = comm.rank == 0
-    clients = {rank: x for rank in range(1, comm.size)} if is_server else {}
-    server = {} if is_server else {0: x}
-    comm.exchange(server, clients, combine)
-    comm.exchange(clients, server)
+    if comm.rank == 0:
+        clients = {rank: x for rank in range(1, comm.size)}
+        comm.exchange({}, clients, combine)
+        comm.exchange(clients, {})
+    else:
+        comm.exchange({0: x}, {})
+        comm.exchange({}, {0: x})
 
 
 def direct_all_reduce(comm, x, combine):
@@ -290,7 +293,8 @@ def recursive_doubling_all_reduce(comm, x, combine):
 def halving_doubling_all_reduce(comm, x, combine):
     """The partners cut what they have in two. Each keeps one half and adds the other's copy of it.
     The next round halves what it kept. At the end a rank has 1/N of the sum. The same pairs in
-    reverse order hand the halves back. N must be a power of two."""
+    reverse order hand the halves back. The largest messages go to the nearest ranks. N must be a
+    power of two."""
     current, halvings = x, []
     for distance in powers_of_two(comm.size):
         partner = comm.rank ^ distance
@@ -309,14 +313,14 @@ def with_extra_ranks(algorithm, comm, x, combine):
     Before it, rank p+i sends its tensor to rank i, which adds it. After it, rank i sends the sum
     back."""
     p = 1 << (comm.size.bit_length() - 1)
-    is_extra = comm.rank >= p
-    partner = comm.rank - p if is_extra else comm.rank + p
-    link = {partner: x} if partner < comm.size else {}
-    up, down = (link, {}) if is_extra else ({}, link)
-    comm.exchange(up, down, combine)
-    if not is_extra:
-        algorithm(comm.among(range(p)), x, combine)
-    comm.exchange(down, up)
+    if comm.rank >= p:
+        comm.exchange({comm.rank - p: x}, {})
+        comm.exchange({}, {comm.rank - p: x})
+        return
+    extra = {comm.rank + p: x} if comm.rank + p < comm.size else {}
+    comm.exchange({}, extra, combine)
+    algorithm(comm.among(range(p)), x, combine)
+    comm.exchange(extra, {})
 
 
 # --- rings inside nodes, and across them
@@ -356,17 +360,18 @@ TREE_PIECE = 1 << 17  # elements, 512 KB of float32: what a double tree sends at
 def double_tree_all_reduce(comm, x, combine, piece_size=TREE_PIECE):
     """Pieces of each half travel up to the root, one behind the other, and are added on the way.
     Then the sums travel down. That is 2 (log2 N + pieces - 1) rounds, and a rank sends at most two
-    pieces in each: it has at most four links of S/2 bytes, three in one tree and one in the other.
-    With 2 ranks there are two links, with 3 three."""
+    pieces in each: it has at most four links of S/2 bytes, three in one tree, one in the other."""
     rounds = double_tree(comm, x, piece_size)
-    for children, parents in rounds:
-        comm.exchange(parents, children, combine)
-    for children, parents in reversed(rounds):
-        comm.exchange(children, parents)
+    for from_children, to_parents in rounds:
+        comm.exchange(to_parents, from_children, combine)
+    for to_children, from_parents in reversed(rounds):  # the same links, the other way
+        comm.exchange(to_children, from_parents)
 
 
 def double_tree(comm, x, piece_size):
-    """This rank's (children, parents) in each round of the way up, as {rank: piece of x}."""
+    """For each round of the way up (from children, to parents): which pieces of x this rank
+    receives and which it sends, each {rank: piece}. A link at depth d carries piece i in round
+    height - d + i: the deepest links begin, and each level follows a round later."""
     n, height = comm.size, (comm.size - 1).bit_length()
     first, second = (half.split(piece_size) for half in x.tensor_split(2))
     rounds = [({}, {}) for _ in range(len(first) + height - 1)]
@@ -374,12 +379,12 @@ def double_tree(comm, x, piece_size):
         for child, parent, depth in links:
             if comm.rank not in (child, parent):
                 continue
-            # The deepest ranks begin: a parent has a piece a round before it sends it on
-            for (children, parents), piece in zip(rounds[height - depth :], pieces):
+            for i, piece in enumerate(pieces):
+                from_children, to_parents = rounds[height - depth + i]
                 if comm.rank == child:
-                    parents[parent] = piece
+                    to_parents[parent] = piece
                 else:
-                    children[child] = piece
+                    from_children[child] = piece
     return rounds
 
 
@@ -418,8 +423,9 @@ def path_to_root(place, n):
 # hierarchical          2 (k-1) + 2 (N/k-1)       2 (N-1)/N S              2 (N-1) S
 # double-tree           2 (log2 N + pieces - 1)   2 S; N S/2 if N < 4      2 (N-1) S
 #
-# S: the tensor's bytes. k: ranks per node. The doublings where N is a power of two. Else the
-# busiest rank sends S more than with the power of two below N, in up to two more rounds.
+# S: the tensor's bytes. k: ranks per node. The rows of the two doublings hold where N is a power of
+# two. Otherwise the busiest rank sends S more than with the power of two below N, in up to two more
+# rounds.
 
 ALGORITHMS = {
     "server": server_all_reduce,
@@ -454,12 +460,6 @@ def main():
     rank, n = dist.get_rank(), dist.get_world_size()
     unit = 8 * n * (1 << n.bit_length())  # all chunks, halves and pieces come out equal
     numbers = torch.arange(-(-args.elements // unit) * unit, device=device) % 17 * (rank + 1)
-    ours, theirs = types.SimpleNamespace(**globals()), types.SimpleNamespace(**vars(dist))
-    theirs.plain_ring_all_reduce = dist.all_reduce
-    theirs.all_reduce = lambda y, **options: dist.all_reduce(y)
-    if not hasattr(dist, "all_gather_single"):  # before torch 2.13
-        theirs.all_gather_single = dist.all_gather_into_tensor
-        theirs.reduce_scatter_single = dist.reduce_scatter_tensor
     x_bytes = 8 * len(numbers)
     expected = formulas(n, x_bytes)
     verdict = f"all {len(expected)} on {n} ranks: proven, to the bit, in int64 and float64"
@@ -470,11 +470,13 @@ def main():
     for name, due in expected.items():
         for dtype in torch.int64, torch.float64:  # of whole numbers: all sums are exact
             x = numbers.to(dtype)
-            right, run = calls(theirs, x, args.node_size)[name]
-            run()
-            result, run = calls(ours, x, args.node_size)[name]
+            ours, theirs, output, run = cases(x, args.node_size)[name]
+            result, right = output.clone(), output.clone()
+            run(theirs, right)
+            if name == "reduce" and rank != n - 1:
+                right = x  # torch leaves anything here; ours must leave x as it is
             with Sent() as sent:
-                run()
+                run(ours, result)
             on_ranks = [None] * n
             dist.all_gather_object(on_ranks, (torch.equal(result, right), sent.bytes))
             equal, sent_bytes = zip(*on_ranks)
@@ -493,31 +495,39 @@ def main():
     leave(int("NOT" in verdict))
 
 
-def calls(library, x, node_size):
-    """{name: (a tensor, what fills it)}. The root is the last rank."""
+def cases(x, node_size):
+    """{name: (our function, torch's, its output before the call, how f fills y)}. The root is the
+    last rank."""
     rank, n = dist.get_rank(), dist.get_world_size()
-    root, parts, y = n - 1, list(x.tensor_split(n)), x.clone()
-    part, rows = parts[rank].clone(), list(y.tensor_split(n))
-    if rank != root:
-        parts = rows = None
+    root, parts = n - 1, list(x.tensor_split(n))
+    part = parts[rank]
+
+    def scatter_from_root(f, y):
+        f(y, parts if rank == root else None, group_src=root)
+
+    def gather_at_root(f, y):
+        f(part, list(y.tensor_split(n)) if rank == root else None, group_dst=root)
+
+    # Their names before torch 2.13
+    gather_all = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    scatter_sums = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     found = {
-        "plain_ring_all_reduce": (y, lambda: library.plain_ring_all_reduce(y)),
-        "broadcast": (y, lambda: library.broadcast(y, group_src=root)),
-        # Torch leaves anything in y on the other ranks
-        "reduce": (y if rank == root else x, lambda: library.reduce(y, group_dst=root)),
-        "scatter": (part, lambda: library.scatter(part, parts, group_src=root)),
-        "gather": (y, lambda: library.gather(part, rows, group_dst=root)),
-        "all_gather_single": (y, lambda: library.all_gather_single(y, part)),
-        "reduce_scatter_single": (part, lambda: library.reduce_scatter_single(part, x)),
-        "all_to_all_single": (y, lambda: library.all_to_all_single(y, x)),
-        "barrier": (y, lambda: library.barrier()),
+        "plain_ring_all_reduce": (plain_ring_all_reduce, dist.all_reduce, x, lambda f, y: f(y)),
+        "broadcast": (broadcast, dist.broadcast, x, lambda f, y: f(y, group_src=root)),
+        "reduce": (reduce, dist.reduce, x, lambda f, y: f(y, group_dst=root)),
+        "scatter": (scatter, dist.scatter, part, scatter_from_root),
+        "gather": (gather, dist.gather, x, gather_at_root),
+        "all_gather_single": (all_gather_single, gather_all, x, lambda f, y: f(y, part)),
+        "reduce_scatter_single": (reduce_scatter_single, scatter_sums, part, lambda f, y: f(y, x)),
+        "all_to_all_single": (all_to_all_single, dist.all_to_all_single, x, lambda f, y: f(y, x)),
+        "barrier": (barrier, dist.barrier, x, lambda f, y: f()),
     }
     options = {name: {} for name in ALGORITHMS}
     options["hierarchical"] = {"node_size": node_size}
     options["double-tree"] = {"piece_size": len(x) // 8}  # four pieces of each half
     for name in ALGORITHMS:
-        run = functools.partial(library.all_reduce, y, algorithm=name, **options[name])
-        found[name] = y, run
+        ours = functools.partial(all_reduce, algorithm=name, **options[name])
+        found[name] = ours, dist.all_reduce, x, lambda f, y: f(y)
     return found
 
 
@@ -530,9 +540,9 @@ def formulas(n, S):
     return {
         "plain_ring_all_reduce": (2 * chunks, least),
         "broadcast": (log2 * S, (n - 1) * S),
-        "reduce": (S, (n - 1) * S),
+        "reduce": (S if n > 1 else 0, (n - 1) * S),
         "scatter": (chunks, chunks),
-        "gather": (S // n, chunks),
+        "gather": (S // n if n > 1 else 0, chunks),
         "all_gather_single": (chunks, (n - 1) * S),
         "reduce_scatter_single": (chunks, (n - 1) * S),
         "all_to_all_single": (chunks, (n - 1) * S),

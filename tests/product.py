@@ -114,13 +114,22 @@ def all_goals(axes):
 
 
 def layout_with(goal, axes, chance, tries=500):
-    """A legal layout that has it, mostly neutral; None if none is found."""
+    """A legal layout that has it, mostly neutral, on few ranks; None if none is found."""
     layout = neutral = {axis: values[0] for axis, values in axes.items()} | dict(goal)
-    for _ in range(tries):
+    best = None
+    for i in range(tries):
         if goal in goals_in(layout) and is_legal(layout):
-            return layout
+            if best is None or size(layout) < size(best):
+                best = layout
+        if best is not None and i > 50:
+            break
         some = chance.sample([*axes], len(axes) // 2)
         layout = neutral | {axis: chance.choice(axes[axis]) for axis in some} | dict(goal)
+    return best
+
+
+def size(layout):
+    return ranks_of(command(layout))
 
 
 def cover(axes, steps, chance):
@@ -137,7 +146,7 @@ def cover(axes, steps, chance):
             continue
 
         def worth(layout):  # large ones take more time
-            return len(goals_in(layout) - covered) / ranks_of(command(layout)) ** 0.6
+            return len(goals_in(layout) - covered) / size(layout)
 
         for changes in chance.sample(steps, len(steps)):
             options = [layout | change for change in chance.sample(changes, len(changes))]
@@ -151,7 +160,7 @@ def cover(axes, steps, chance):
 def without_needless(layouts):
     """Leave out a layout if others have all that it has, large ones first."""
     counts = collections.Counter(goal for layout in layouts for goal in goals_in(layout))
-    for layout in sorted(layouts, key=lambda o: -ranks_of(command(o))):
+    for layout in sorted(layouts, key=lambda layout: -size(layout)):
         if all(counts[goal] > 1 for goal in goals_in(layout)):
             counts.subtract(goals_in(layout))
             layouts.remove(layout)
