@@ -41,12 +41,13 @@ from torch.autograd.function import once_differentiable
 # --- the plain form: sort, send, compute, send back, add up
 
 
-def plain_dispatch(x, router_weights, chosen, experts, expert_count, group):
+def plain_dispatch(x, router_weights, chosen, experts, expert_count, group, all_to_all=None):
     """Send each token of x (n, C) to its k experts. Returns the weighted sums of their results,
     (n, C). router_weights, chosen: (n, k). Each of N ranks has expert_count / N experts, a whole
     number: experts(rows, rows_per_expert) computes those of this rank. rows (m, C) come sorted by
     expert, and the results (m, C) keep that order. Even without a row they depend on rows, so that
     this rank joins backward's all-to-alls; and on each rank x needs a gradient."""
+    all_to_all = all_to_all or AllToAll.apply  # dualpipe.py has another one
     world = dist.get_world_size(group)
     # Sort by expert, and so by rank. Each token makes k rows: choice i is of token i // k
     order = chosen.flatten().argsort(stable=True)  # (n k,)
@@ -57,11 +58,11 @@ def plain_dispatch(x, router_weights, chosen, experts, expert_count, group):
     dist.all_to_all_single(counts_in, counts_out, group=group)
     send_counts = counts_out.sum(1).tolist()  # rows to each rank
     receive_counts = counts_in.sum(1).tolist()  # rows from each rank
-    rows = AllToAll.apply(x[token_of_row], send_counts, receive_counts, group)  # (m, C)
+    rows = all_to_all(x[token_of_row], send_counts, receive_counts, group)  # (m, C)
     # Compute: sort again, by expert, and run this rank's experts
     results = run_experts(experts, rows, counts_in)
     # Send back
-    results = AllToAll.apply(results, receive_counts, send_counts, group)  # (n k, C), as sent
+    results = all_to_all(results, receive_counts, send_counts, group)  # (n k, C), as sent
     # Weigh and add up
     results = results * router_weights.flatten()[order].unsqueeze(1)
     return torch.zeros_like(x).index_add(0, token_of_row, results)

@@ -21,16 +21,20 @@ Order     A pair is two threads, of which one runs at a time. Before a thread wa
           in the same order, and both threads can use the same groups. On a GPU both queue kernels
           on one stream, and nccl's messages run beside it.
 Sent      As without overlap: zb-v's messages, and the rows of expert_parallel.py.
-Hidden    The waits for rows in pairs, if the partner has enough work: 1 - (5p - 1) / 4m of all, on
-          average over p ranks with m micro-batches, 41% for p = 4 and m = 8, 70% for m = 16.
+Hidden    Without a pipeline the backward of each micro-batch is beside the forward of the next: of
+          m micro-batches 1 - 1/m of the waits are in pairs. In a pipeline of p ranks the first
+          forwards and the last backwards have no partner: 1 - (5p - 1) / 4m, on average over ranks.
+          A wait in a pair is hidden if the partner has enough work.
 Limits    Without experts nothing is hidden: take zb-v. A pair needs the temporary memory of both.
           On one machine's CPUs don't expect a gain (docs/learn/dualpipe.md has times).
 
-    torchrun --nproc_per_node=4 -m advanced.dualpipe    python -m advanced.dualpipe --in-turns
+    torchrun --nproc_per_node=4 -m advanced.dualpipe
+    (needs model.py, mixture.py, pipeline.py, zero_bubble.py, expert_parallel.py)
 
 DeepSeek-V3, arXiv:2412.19437, section 3.2.1. The schedule: docs/learn/pipelines.md.
 """
 
+import argparse
 import functools
 import threading
 
@@ -41,7 +45,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _push
 from pipeline import Action, Row, Schedule
 from zero_bubble import SplitPipeline
 
-# --- the whole idea: a backward and a forward that take turns
+# --- the plain form: a backward and a forward that take turns
 
 BACKWARD, FORWARD = 0, 1  # places in Turns.may_run and in results
 
@@ -49,33 +53,10 @@ BACKWARD, FORWARD = 0, 1  # places in Turns.may_run and in results
 class Turns:
     """Runs a backward and a forward, each in a thread: one computes while the other's rows travel.
 
-        turns = Turns()
-
-        class Exchange(torch.autograd.Function):   # an all-to-all, in backward too
-            @staticmethod
-            def forward(ctx, rows):
-                arriving = torch.empty_like(rows)
-                work = dist.all_to_all_single(arriving, rows, group=group, async_op=True)
-                turns.turn()                       # the other call goes on, up to its turn()
-                work.wait()
-                return arriving
-
-            @staticmethod
-            def backward(ctx, gradient):
-                return Exchange.apply(gradient.contiguous())
-
-        def layer(x):                              # attention, experts: any two functions
-            return experts(Exchange.apply(attention(x)))
-
-        loss = layer(x1).sum()
-        _, y2 = turns.overlap(loss.backward, lambda: layer(x2))
-
     One runs at a time, up to its next turn(). The backward begins, because it sends gradients at
     once: they travel while the forward computes. Ranks that make the same calls send the same
-    messages in the same order.
-
-    expert_parallel.py's all-to-alls call turn() by before_wait. The forward must not run a backward
-    of its own: on a GPU one thread runs all backwards, and it may be waiting in turn()."""
+    messages in the same order. The forward must not run a backward of its own: on a GPU one thread
+    runs all backwards, and it may be waiting in turn()."""
 
     def __init__(self):
         self.running = 0  # how many of the two calls have not ended
@@ -90,8 +71,10 @@ class Turns:
             self.switches += 1
             # On a GPU autograd runs a backward in a thread of its own. So ask for the forward's
             i = FORWARD if threading.current_thread() is self.forward_thread else BACKWARD
+            random_state = get_random_state()
             self.may_run[1 - i].release()
             self.may_run[i].acquire()
+            set_random_state(random_state)  # a recomputed layer with dropout draws as in forward
         if self.error:
             raise RuntimeError("the other call of this pair has failed")
 
@@ -100,11 +83,14 @@ class Turns:
         self.may_run = threading.Semaphore(1), threading.Semaphore(0)  # the backward begins
         self.forward_thread = threading.current_thread()
         self.running, results = 2, [None, None]
+        random_states = [get_random_state()] * 2  # both draw from here on, each by itself
 
         def run(i, call):
             try:
                 self.may_run[i].acquire()
+                set_random_state(random_states[i])
                 results[i] = call()
+                random_states[i] = get_random_state()
             except BaseException as error:
                 self.error = self.error or error
             finally:
@@ -116,10 +102,40 @@ class Turns:
         thread.start()
         run(FORWARD, forward)
         thread.join()
+        set_random_state(random_states[FORWARD])
         error, self.error = self.error, None
         if error:
             raise error
         return results
+
+
+class HiddenAllToAll(torch.autograd.Function):
+    """expert_parallel.AllToAll; but while its rows travel the other call goes on."""
+
+    @staticmethod
+    def forward(ctx, rows, send_counts, receive_counts, group, turns):
+        ctx.way_back = receive_counts, send_counts, group, turns
+        arriving, rows = rows.new_empty(sum(receive_counts), rows.shape[1]), rows.contiguous()
+        sizes = receive_counts, send_counts
+        work = dist.all_to_all_single(arriving, rows, *sizes, group=group, async_op=True)
+        turns.turn()
+        work.wait()
+        return arriving
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return HiddenAllToAll.apply(gradient, *ctx.way_back), None, None, None, None
+
+
+def run_in_pairs(forward, microbatches, turns):
+    """All passes of a step, without a pipeline: each backward beside the next forward. That needs
+    no gradient of it. forward(i): the part of the loss of micro-batch i. Returns the parts."""
+    losses = [forward(0)]
+    for i in range(1, microbatches):
+        _, loss = turns.overlap(losses[-1].backward, functools.partial(forward, i))
+        losses.append(loss)
+    losses[-1].backward()
+    return [loss.detach() for loss in losses]
 
 
 # --- the schedule
@@ -196,19 +212,11 @@ class PairedSchedule(Schedule):
 # --- the executor
 
 
-class DualPipe(SplitPipeline):
-    """A Pipeline that overlaps the pairs of its schedule. pipeline.py explains its arguments.
+class DualPipeV(SplitPipeline):
+    """A Pipeline that overlaps the pairs of a PairedSchedule of dualpipev. Its stages call
+    turns.turn() before they wait for rows. All ranks that share experts hold the same stages.
 
-        turns = Turns()
-        # In each layer, as in expert_parallel.py. ep_group: ranks that hold the same stages
-        dispatch = ExpertDispatch(E, ep_group, before_wait=turns.turn)
-
-        schedule = PairedSchedule(dualpipev(r, ranks, microbatches) for r in range(ranks))
-        pipeline = DualPipe(schedule, forward, (b, T, C), dtype, device, links, turns=turns)
-        losses = pipeline.run()
-        sum_replicated_gradients(parameters, ep_group)  # then clip, by all ranks' norm, and step
-
-    `around` is entered once per pair, with the backward action."""
+    around is entered once per pair, with the backward action."""
 
     def __init__(self, *args, turns, **options):
         super().__init__(*args, **options)
@@ -225,7 +233,7 @@ class DualPipe(SplitPipeline):
             self.send(action, result)
 
 
-# --- what torch keeps per thread
+# --- what torch keeps per thread, and what two calls may not share
 
 
 def in_this_context(call):
@@ -247,83 +255,151 @@ def in_this_context(call):
     return called
 
 
+def get_random_state():
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    return torch.get_rng_state(), cuda
+
+
+def set_random_state(state):
+    cpu, cuda = state
+    torch.set_rng_state(cpu)
+    if cuda is not None:
+        torch.cuda.set_rng_state(cuda)
+
+
 # --- demo ---
 
-import expert_parallel
-import harness
-import proof
-import receipts.dualpipe
-import receipts.pipeline
-from pipeline import open_links
-from receipts.train import ExpertRows
+if __name__ == "__main__":  # importing this file needs no model.py
+    from expert_parallel import (
+        groups_splitting,
+        parallelize_experts,
+        plain_dispatch,
+        sum_replicated_gradients,
+    )
+    from model import GPT, Config, OneProcess, Sent, join_ranks, leave, text_batch
+    from pipeline import gpt_stages, make_links, open_links
 
 
 def main():
-    parser = harness.parser(__doc__, experts=4, microbatches=8)
-    g = parser.add_argument_group("DualPipe")
-    why = "ranks that share the experts of a stage, each with sequences of its own (default: 2)"
-    g.add_argument("--ep", **harness.POSITIVE, help=why)
-    g.add_argument("--in-turns", action="store_true", help="run pairs one after the other")
+    parser = argparse.ArgumentParser(description="train a GPT with and without pairs, and prove it")
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--ep", type=int, help="ranks that share experts (default: 2, or all)")
+    parser.add_argument("--microbatches", type=int, help="of a pipeline (default: 2 + 2 per rank)")
     args = parser.parse_args()
-    config = harness.configure(args)
+    device = join_ranks()
+    ranks = dist.get_world_size()
+    ep = args.ep or (ranks if ranks % 2 else 2)
+    train("plain form", 1, ranks, 4, args.steps, device)
+    p = ranks // ep
+    train("DualPipeV", p, ep, args.microbatches or 2 * p + 2, args.steps, device)
+    leave()
 
-    def check(world):  # before the ranks start
-        args.ep = args.ep or min(2, world)
-        expert_parallel.experts_of_ranks(config.experts, args.ep)
-        receipts.dualpipe.check(args, config, world)
 
-    proof.launch(demo, args, check=check)
+class HiddenDispatch(torch.nn.Module):
+    """plain_dispatch, with all-to-alls that are hidden."""
+
+    def __init__(self, *options, turns):
+        super().__init__()
+        self.options, self.turns = options, turns
+
+    def send(self, *sent):
+        return sent
+
+    def combine(self, sent, experts):
+        def all_to_all(*rows):
+            return HiddenAllToAll.apply(*rows, self.turns)
+
+        return plain_dispatch(*sent, experts, *self.options, all_to_all)
 
 
-def demo(run):
-    args, config = run.args, run.config
-    # mesh[s, e]: pipeline rank s, expert rank e. A row has the same stages, a column is a pipeline
-    mesh = torch.arange(run.world).view(-1, args.ep)
+def train(form, p, ep, m, steps, device):
+    """p pipeline ranks with two stages each, and ep ranks that share the experts of a stage."""
+    mesh, rank, turns = torch.arange(p * ep).view(p, ep), dist.get_rank(), Turns()
+    ep_group, _ = dist.new_subgroups_by_enumeration(mesh.tolist())
+    pp_group, _ = dist.new_subgroups_by_enumeration(mesh.T.tolist())
+    links = [make_links(column) for column in mesh.T.tolist()][rank % ep]
+    schedule = PairedSchedule(dualpipev(r, p, m) for r in range(p))
+    open_links(links, schedule, device)
+    torch.manual_seed(0)
+    sizes = dict(layers=4 * p, width=32, hidden=32, context=32, experts=2 * ep)
+    model = GPT(Config(**sizes)).to(device, torch.float64)
+    one, chosen = OneProcess(model, torch.optim.AdamW), []
+    for block in one.model.blocks.values():
+        block.mlp.router.register_forward_hook(lambda *given: chosen.append(given[-1][1]))
+    if form == "plain form":
+        stages = {0: model}
+    else:
+        stages = gpt_stages(model, 2 * p, schedule.stages(dist.get_rank(pp_group)))
+    for stage in stages.values():
+        parallelize_experts(stage, ep_group, before_wait=turns.turn)
+        for block in stage.blocks.values() if form == "plain form" else ():
+            block.mlp.dispatch = HiddenDispatch(2 * ep, ep_group, turns=turns)
+    named = {name: p for stage in stages.values() for name, p in stage.named()}
+    optimizer = torch.optim.AdamW(named.values())
+    like = torch.zeros(2, 32, 32, dtype=torch.float64, device=device)  # (b, T, C)
+    if rank == 0:
+        print(f"{form}: {p} pipeline ranks, {ep} ranks share experts, {m} micro-batches")
+    for step in range(steps):
+        tokens, targets, count = text_batch(step, m * ep * len(like), 32, device)
+        rows = torch.arange(len(tokens)).view(m, ep, -1)[:, rank % ep]  # (m, b): of this rank
 
-    def group_of_row(mesh):
-        """Make a group of each row. Returns this rank's."""
-        group, _ = dist.new_subgroups_by_enumeration(mesh.tolist())
-        return group
+        def forward(stage, i, x):
+            x = tokens[rows[i]] if x is None else x
+            return stages[stage](x, targets=targets[rows[i]], target_count=count)
 
-    ep = group_of_row(mesh)
-    pp = group_of_row(mesh.T)
-    links = [group_of_row(mesh.T) for _ in range(4)]  # see pipeline.make_links
-    run.groups(ep=ep, pp=pp, down=links[:2], up=links[2:])  # names in the receipt
-    kind, ranks = Schedule if args.in_turns else PairedSchedule, len(mesh)
-    schedule = kind(dualpipev(rank, ranks, args.microbatches) for rank in range(ranks))
-    open_links(links, schedule, run.device)
-    layers = receipts.pipeline.stage_layers(config, schedule.last + 1)
-    parts = harness.split(run.meta_model, layers, schedule.stages(dist.get_rank(pp)))
-    turns = Turns()
-    for part in parts.values():
-        expert_parallel.parallelize_experts(part, ep, before_wait=turns.turn)
-    model = run.fill(harness.Stages(parts))
-    parameters = list(model.parameters())
-    optimizer = harness.make_optimizer(parameters, args)
-    row_counter = ExpertRows(run, model, turns)  # counts what travels, for the receipt
-
-    def forward(stage, m, x):
-        tokens, targets, samples = batches[m]  # of the step: set by the loop below
-        x = tokens if x is None else x
-        return model[stage](x, targets=targets, target_count=run.target_count, sample_ids=samples)
-
-    shape = (args.batch // args.microbatches // args.ep, config.context, config.width)
-    pipeline = DualPipe(schedule, forward, shape, run.dtype, run.device, links, turns=turns)
-    for step in run.steps(optimizer):
-        batches = run.microbatches(step, dist.get_rank(ep), args.ep)
-        optimizer.zero_grad(set_to_none=False)  # gradients stay in memory: the receipt counts them
-        with row_counter:
-            losses = pipeline.run()
-        expert_parallel.sum_replicated_gradients(parameters, ep)
-        loss = sum(losses, start=run.zero())  # the pipeline's first rank has the last stage, too
+        optimizer.zero_grad()
+        with Sent() as sent:
+            if form == "plain form":
+                losses = run_in_pairs(lambda i: forward(0, i, None), m, turns)
+            else:
+                to_send = like.shape, like.dtype, device, links
+                losses = DualPipeV(schedule, forward, *to_send, turns=turns).run()
+            sum_replicated_gradients(named.values(), ep_group)
+        loss, squares = sum(losses, like.new_zeros(())), like.new_zeros(())
+        for mine in named.values():  # `ep` ranks have all but the experts
+            squares += mine.grad.square().sum() / (1 if groups_splitting(mine) else ep)
+        dist.all_reduce(squares)
         dist.all_reduce(loss)
-        norm = harness.grad_norm(parameters, [pp])
-        run.check(loss, norm, model.named)
-        harness.clip(parameters, norm, args.grad_clip)
+        torch.nn.utils.clip_grads_with_norm_(named.values(), 0.5, squares.sqrt())
         optimizer.step()
-        run.log()
-    return run.receipt(*receipts.dualpipe.of_demo(run, schedule, layers, row_counter))
+        chosen.clear()
+        alone = one.train_step(tokens, targets, count, 0.5)
+        whole, gradients, weights = dict(one.model.named_parameters()), [], []
+        for name, mine in named.items():
+            q, size = whole[name], len(mine)
+            start = rank % ep * size if groups_splitting(mine) else 0
+            gradients.append((name, mine.grad, q.grad.narrow(0, start, size)))
+            weights.append((name, mine.data, q.data.narrow(0, start, size)))
+        one.compare(step, loss, alone, gradients, weights)
+    layers = [int(name.split(".")[1]) for name in named if name.endswith("router.weight")]
+    ranks_of_rows = torch.stack(chosen)[layers] // 2  # (layers, B, T, k): 2 experts on each rank
+    to_here = ranks_of_rows == rank % ep
+    from_here = torch.zeros_like(to_here)
+    from_here[:, rows.flatten()] = True
+    moved = (to_here != from_here).sum().item()  # rows that leave this rank, or come to it
+    formula = 2 * moved * 32 * 8 + m * len(layers) * 2 * (ep - 1) * 8
+    formula += 2 * (ep - 1) / ep * sum(q.nbytes for q in named.values() if not groups_splitting(q))
+    if form != "plain form":
+        messages = [message for message in map(schedule.outgoing, schedule[rank // ep]) if message]
+        formula += sum(to.source != to.target for to in messages) * like.nbytes
+    check_waits(turns, p, m, device)
+    one.prove(sent, "pipeline, 2 (rows out + rows in) C e, counts, 2 r P e", formula)
+
+
+def check_waits(turns, p, m, device):
+    """How many waits for rows the other micro-batch filled, on all ranks, beside the formula."""
+    counts = torch.tensor([turns.switches, turns.waits], device=device)
+    dist.all_reduce(counts)
+    switches, waits = counts.tolist()
+    formula = 1 - (5 * p - 1) / (4 * m)
+    wrong = abs(switches / waits - formula) > 1e-9
+    if dist.get_rank() == 0:
+        verdict = ": NOT proven, the waits differ" if wrong else ""
+        text = f"in {switches} of {waits} waits for rows the other micro-batch went on"
+        print(f"{text}, 1 - (5p - 1) / 4m = {formula:.1%}{verdict}")
+    if wrong:
+        leave(1)
 
 
 if __name__ == "__main__":
-    harness.script(main)
+    main()

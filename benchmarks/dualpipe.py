@@ -1,8 +1,9 @@
 """How much of the experts' messages DualPipe hides on a slow link: python -m benchmarks.dualpipe
 
-Two hosts, as of benchmarks.slow_links (root; iproute2), with a rank each. Both run the demo of
-dualpipe.py, in which they share the experts. Its steps alternate: one runs the pairs one after the
-other, the next overlaps them. Shown are seconds of pipeline.run(), medians over the steps:
+Two hosts, as of benchmarks.slow_links (root; iproute2), with a rank each. Both run train.py with
+--schedule dualpipev, in which they share the experts. Its steps alternate: one runs the pairs one
+after the other, the next overlaps them. Shown are seconds of pipeline.run(), medians over the
+steps:
 
     in turns    computing + waiting
     computing   at best an overlapped step takes the longer of computing and waiting: the bound
@@ -25,21 +26,23 @@ import torch.distributed as dist
 
 import dualpipe
 import harness
+import train
 from benchmarks.slow_links import run_on, two_hosts
 
 # A token's expert has as many weights as its attention, so that both compute about equally long
-MODEL = "--ep 2 --layers 4 --width 512 --heads 8 --experts 4 --top-k 1 --hidden 1024 --context 64"
-MODEL += " --batch 64 --microbatches 16 --prove 0 --quiet --device cpu --timeout 300"
+MODEL = "--dp 2 --ep 2 --layers 4 --width 512 --heads 8 --experts 4 --top-k 1 --hidden 1024"
+MODEL += " --context 64 --batch 64 --microbatches 16 --prove 0 --quiet --device cpu --timeout 300"
+MODEL += " --schedule dualpipev --sample 0 --eval-every 0"
 # Else glibc gives a thread's memory back and takes it again, which is not what is measured
 KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": "1000000000", "MALLOC_MMAP_THRESHOLD_": "1000000000"}
 
 
 def measure(megabits, steps):
-    """Be a rank of dualpipe.py. The first prints a row of the table."""
+    """Be a rank of train.py. The first prints a row of the table."""
     runs, waits = [], []  # (seconds of a run, of its waits); seconds of each wait of a run
     overlap = dualpipe.Turns.overlap
     kinds = itertools.cycle([lambda turns, *calls: [call() for call in calls], overlap])
-    start, run, demo = dist.all_to_all_single, dualpipe.DualPipe.run, dualpipe.demo
+    start, run, demo = dist.all_to_all_single, dualpipe.DualPipeV.run, train.train
 
     def timed_run(pipeline):
         waits.clear()
@@ -78,13 +81,13 @@ def measure(megabits, steps):
 
     # The hosts share this machine's cores
     os.environ |= {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": os.environ["RANK"]}
-    sys.argv = ["dualpipe.py", *MODEL.split(), "--steps", str(2 * steps + 2)]
+    sys.argv = ["train.py", *MODEL.split(), "--steps", str(2 * steps + 2)]
     with (
-        mock.patch.object(dualpipe.DualPipe, "run", timed_run),
+        mock.patch.object(dualpipe.DualPipeV, "run", timed_run),
         mock.patch.object(dist, "all_to_all_single", timed_all_to_all),
-        mock.patch.object(dualpipe, "demo", shown),
+        mock.patch.object(train, "train", shown),
     ):
-        dualpipe.main()
+        train.main()
 
 
 def main():

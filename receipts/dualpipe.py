@@ -1,19 +1,7 @@
-"""What DualPipe hides, and what its demo's ranks send: as much as a pipeline and experts do."""
+"""What DualPipeV hides: of a schedule, and in the receipt of train.py."""
 
-from harness.flags import check_batch
-from harness.refusal import Refused
 from proof.receipt import Count
-from receipts import ddp, expert_parallel, pipeline
-from receipts.formulas import SCALAR, Group, add, sizes_of, summed
-
-
-def check(args, config, world):
-    """Refuse what --ep, --microbatches and the model's layers don't allow."""
-    if world % args.ep:
-        raise Refused(f"--ep {args.ep} does not divide {world} ranks: give a divisor")
-    args.schedule, args.chunks = "dualpipev", None
-    pipeline.check_schedule(args, config, world // args.ep)
-    check_batch(args, args.ep)
+from receipts import pipeline
 
 
 def alone(action):
@@ -57,21 +45,3 @@ def notes(rows, *schedule):
         Count(f"waits for experts' rows: {rows.waits}", rows.waits, total),
         Count(text, rows.switches, wanted),
     ]
-
-
-def of_demo(run, schedule, layers, rows):
-    """(layout, sent, held, notes) of the demo's receipt. rows: a receipts.train.ExpertRows."""
-    args, config = run.args, run.config
-    ranks = run.world // args.ep
-    ep, rank = Group("ep", args.ep, run.rank % args.ep), run.rank // args.ep
-    here = expert_parallel.experts_here(config, ep)
-    of_stages = pipeline.of_rank(config, schedule, rank)
-    sizes = sizes_of(args, config, args.ep, experts=here, **of_stages)
-    travelled, held = expert_parallel.expected(sizes, ep, rows.measured, chunks=1, scalars=1)
-    sums, _ = ddp.expected(sizes, ep, Group("copies", 1), scalars=0)
-    messages = pipeline.boundaries(schedule, rank)
-    sent, _ = pipeline.expected(sizes, Group("pp", ranks), messages, scalars=1)
-    loss = summed(Group("world", run.world), SCALAR, "the loss")
-    layout = {"pp": ranks, "ep": args.ep, "microbatches": args.microbatches}
-    lines = [] if args.in_turns else notes(rows, schedule, rank, layers)
-    return layout, add(loss, sums, travelled, sent), held, lines

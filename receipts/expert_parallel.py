@@ -1,5 +1,4 @@
-"""What is counted of a mixture of experts, from outside: rows that travel. For train.py and
-dualpipe.py's demo."""
+"""What is counted of a mixture of experts, from outside: rows that travel. For train.py."""
 
 from functools import partial
 

@@ -394,57 +394,6 @@ def test_plain_pipeline(pp, microbatches, row):
     assert_trained({p.full_name: p for p in stage.parameters()}, whole)
 
 
-@on_top_of("dualpipe zero_bubble pipeline", 2)
-def test_usage_of_turns(dualpipe, *_):
-    x1, x2 = torch.ones(4, requires_grad=True), torch.arange(4.0) + dist.get_rank()
-    scale = 1 + dist.get_rank()  # the other rank scales this one's second half, or first
-    names = dict(x1=x1, x2=x2, attention=lambda x: 2 * x, experts=lambda x: scale * x)
-    names = run_usage(dualpipe.Turns, **vars(dualpipe) | names | dict(torch=torch, group=None))
-    # Rank 0 gets the first halves, rank 1 the second ones
-    expected = {0: [0, 2, 2, 4], 1: [8, 12, 12, 16]}[dist.get_rank()]
-    assert names["y2"].tolist() == expected and x1.grad.tolist() == [2, 2, 4, 4]
-    assert names["turns"].switches == 2 and names["turns"].waits == 3
-
-
-@on_top_of("dualpipe expert_parallel zero_bubble pipeline", 2)
-def test_usage_of_dualpipe(dualpipe, ep, zb, pp):
-    """Stages of an embedding and a mixture, and of a mixture and a head, on one rank; two experts
-    on each of two ranks. The gradients are those without overlap."""
-    torch.manual_seed(0)
-    links = [pp.make_links([rank]) for rank in range(2)][dist.get_rank()]
-    routers, head = nn.ModuleList([nn.Linear(6, 4), nn.Linear(6, 4)]), nn.Linear(6, 3)
-    matrices, inputs = nn.Parameter(torch.randn(2, 4, 6, 6)), torch.randn(2, 4, 2, 5, 6)
-    own = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
-
-    def mixture(stage, x):
-        def experts(rows, counts):
-            parts = zip(rows.split(counts.tolist()), matrices[stage, own])
-            return torch.cat([part @ matrix for part, matrix in parts])
-
-        weights, chosen = routers[stage](x).softmax(-1).topk(2)
-        return x + names["dispatch"](x, weights, chosen, experts)
-
-    def forward(stage, m, x):
-        x = inputs[dist.get_rank(), m] if x is None else x
-        y = mixture(stage, x.flatten(0, 1)).view(x.shape)
-        return head(y).square().sum() if stage == 1 else y
-
-    names = vars(dualpipe) | vars(ep) | vars(zb) | dict(E=4, N=2, ep_group=group.WORLD, ranks=1)
-    names |= dict(microbatches=4, forward=forward, b=2, T=5, C=6, dtype=torch.float32)
-    parameters = [matrices, *routers.parameters(), *head.parameters()]
-    names |= dict(device="cpu", links=links, parameters=parameters)
-    exec(usage(dualpipe.DualPipe), names)
-    gradients, losses = [p.grad.clone() for p in parameters], names["losses"]
-    for p in parameters:
-        p.grad = None
-    assert names["turns"].switches > 0
-    schedule = pp.Schedule([dualpipe.dualpipev(0, 1, 4)])
-    again = zb.SplitPipeline(schedule, forward, (2, 5, 6), torch.float32, "cpu", links).run()
-    ep.sum_replicated_gradients(parameters, group.WORLD)
-    torch.testing.assert_close(losses, again)
-    torch.testing.assert_close(gradients, [p.grad for p in parameters])
-
-
 @on_top_of("pipeline zero_bubble", 1)
 def test_usage_of_the_store(pp, zb):
     model, x, targets = nn.Linear(4, 3), torch.ones(2, 4, requires_grad=True), torch.tensor([0, 1])

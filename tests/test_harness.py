@@ -142,7 +142,6 @@ train --experts 4 --tp 4 --sp --context 13 -> a multiple of 4$
 train --zero-ranks 2 --dp 2 -> means nothing in stage 0, which splits nothing: leave it out
 zero_in_grid --nproc 4 --tp 1 --shard-ranks 3 -> 3 does not divide the 4 data-parallel ranks: give
 composition --nproc 4 --tp 3 -> --tp 3 does not divide 4 ranks
-dualpipe --nproc 4 --experts 0 -> 0 experts are too few for 2 ranks
 train --optimizer muon --dp 2 --zero 2 -> --zero 2 does not go with --optimizer muon.*use --zero 1
 train --optimizer muon --dp 4 --zero 1 --zero-ranks 2 -> --zero-ranks does not go with --optimizer
 train --optimizer muon --zero 1 --offload -> --offload does not go with --optimizer muon

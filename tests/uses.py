@@ -68,7 +68,7 @@ class Layout(OneProcess):
     again     whether sequence parallelism gathers a second time in backward
     context   of the cp ranks
     schedule  of the pp ranks
-    overlap   whether its pairs overlap: DualPipe
+    overlap   whether its pairs overlap: DualPipeV
     ep        how many of the dp x cp ranks share experts: a number, "all", or 0
     plain     whether by plain_dispatch
     order     of a step's forwards and backwards, "FFBB"
@@ -202,7 +202,7 @@ class Layout(OneProcess):
         self.pipeline = zb.SplitPipeline
         if self.turns:
             self.schedule = dualpipe.PairedSchedule(self.schedule.rows)
-            self.pipeline = functools.partial(dualpipe.DualPipe, turns=self.turns)
+            self.pipeline = functools.partial(dualpipe.DualPipeV, turns=self.turns)
         first, last = self.schedule.owner[0], self.schedule.owner[self.schedule.last]
         head = layers[-1][1] if self.t > 1 else layers[-1]
         if first != last and head.weight is layers[0].weight:  # each end gets a copy

@@ -92,7 +92,7 @@ class Runner:
         links = self.groups["down"] + self.groups["up"]
         make = zero_bubble.SplitPipeline
         if isinstance(schedule, dualpipe.PairedSchedule):
-            make = functools.partial(dualpipe.DualPipe, turns=self.model.turns)
+            make = functools.partial(dualpipe.DualPipeV, turns=self.model.turns)
         return make(schedule, forward, shape, dtype, run.device, links, around=self.around).run()
 
     def positions_of(self, length, starts=None):
