@@ -1,13 +1,13 @@
 """Pipeline parallelism: each rank (process) has some layers, and micro-batches flow through them.
 
     1F1B on 4 ranks with 8 micro-batches. A row is a rank, and time goes right. A digit is that
-    micro-batch's forward, [digit] its backward, twice as long. A dot is a wait.
+    micro-batch's forward, [digit] its backward, twice as long. A dot is a wait. optimizer.step()
+    follows when all rows have ended.
 
         0 1 2 3 . . . . . .[0 ] 4[1 ] 5[2 ] 6[3 ] 7[4 ] .[5 ] .[6 ] .[7 ]
         . 0 1 2 . . . .[0 ] 3[1 ] 4[2 ] 5[3 ] 6[4 ] 7[5 ] .[6 ] .[7 ] . .
         . . 0 1 . .[0 ] 2[1 ] 3[2 ] 4[3 ] 5[4 ] 6[5 ] 7[6 ] .[7 ] . . . .
         . . . 0[0 ] 1[1 ] 2[2 ] 3[3 ] 4[4 ] 5[5 ] 6[6 ] 7[7 ] . . . . . .
-        |- fill -|    one forward, one backward, in turn     |- drain -|, then optimizer.step()
 
 Split     The layers into p stages, one per rank, and the batch into m micro-batches. A schedule
           lists each rank's actions in order.
@@ -18,8 +18,8 @@ Backward  The chain rule, cut at the boundaries. A stage's input x is a leaf of 
           y.backward(gradient of y, from the next stage) leaves the gradient of x in x.grad, which
           goes to the stage before. The gradients of all micro-batches add up in .grad.
 Limits    Ranks wait while the pipeline fills and drains (the bubble). They work m / (m + p - 1) of
-          the time, 24 of the 33 cells of a row above, with 1F1B as with GPipe: 1F1B saves memory,
-          not time. With few micro-batches take something else: docs/learn/pipelines.md.
+          the time: 24 of the 33 cells of a row above. GPipe's bubble is as long, so 1F1B saves
+          memory, not time. With few micro-batches take something else: docs/learn/pipelines.md.
 
     torchrun --nproc_per_node=4 pipeline.py            (needs model.py, to train and prove itself)
 
@@ -39,27 +39,31 @@ import torch.distributed as dist
 
 
 def gpipe_row(rank, ranks, microbatches):
-    """A rank's row of such a picture: "F" a forward, "B" a backward. First all forwards."""
+    """A rank's row of the picture: all forwards ("F"), then all backwards ("B")."""
     return "F" * microbatches + "B" * microbatches
 
 
 def one_f_one_b_row(rank, ranks, microbatches):
     """Rank r of p runs p - 1 - r forwards ahead, then a forward and a backward in turn. So the last
-    rank starts each backward at once, and rank r holds activations of at most p - r micro-batches.
-    GPipe holds those of all."""
+    rank starts each backward at once, and rank r holds the activations of at most p - r
+    micro-batches, where GPipe holds those of all m."""
     ahead = min(ranks - 1 - rank, microbatches)
     return "F" * ahead + "FB" * (microbatches - ahead) + "B" * ahead
 
 
-def plain_pipeline(stage, row, inputs, targets, loss_fn, like, down, up):
+def plain_pipeline(module, row, inputs, targets, loss_fn, like, down, up):
     """One step of this rank. Leaves gradients in .grad, and returns the last rank's losses.
 
-    stage            this rank's layers
+    module           this rank's layers
+    row              "F" and "B" in this rank's order, as from one_f_one_b_row
     inputs, targets  of each micro-batch. The first rank reads the inputs, the last the targets
-    loss_fn          (result of the last stage, targets) -> the micro-batch's part of the loss
-    like             a tensor with the shape, dtype and device of what stages send each other
-    down, up         groups of all ranks, for activations and for gradients. In one group nccl
-                     passes the messages of two ranks in order, so one down could block one up"""
+    loss_fn          (the last rank's result, targets) -> the micro-batch's part of the loss: a sum,
+                     divided by the whole batch's number of targets, not by the micro-batch's
+    like             a tensor with the shape, dtype and device of what ranks send each other. All
+                     micro-batches have this shape
+    down, up         groups of all ranks, for activations and for gradients. In one group nccl runs
+                     the messages between two ranks one by one, so an activation could block a
+                     gradient"""
     rank, last = dist.get_rank(down), dist.get_world_size(down) - 1
     microbatches = zip(inputs, targets)
     saved, losses, gradient_send = collections.deque(), [], None
@@ -70,7 +74,7 @@ def plain_pipeline(stage, row, inputs, targets, loss_fn, like, down, up):
                 x = torch.empty_like(like)
                 dist.recv(x, group=down, group_src=rank - 1)
                 x.requires_grad_()  # a leaf: backward leaves its gradient in x.grad
-            y = stage(x).contiguous()
+            y = module(x).contiguous()
             if rank < last:
                 send = dist.isend(y.detach(), group=down, group_dst=rank + 1)
             else:
@@ -94,18 +98,43 @@ def plain_pipeline(stage, row, inputs, targets, loss_fn, like, down, up):
     return losses
 
 
-def cut(layers, stages):
-    """Cut a list into one list of consecutive layers per stage. The first may get one more."""
-    size, extra = divmod(len(layers), stages)
-    borders = [stage * size + min(stage, extra) for stage in range(stages + 1)]
-    return [layers[start:end] for start, end in itertools.pairwise(borders)]
+def cut(layers, stage_count, owner=None):
+    """Cut a list of modules into one list of consecutive layers per stage. The first ones may get
+    one more. owner: {stage: its rank}, if stage r is not on rank r. Raises ValueError for a stage
+    without parameters, and for a parameter on two ranks: neither would get its whole gradient."""
+    size, extra = divmod(len(layers), stage_count)
+    borders = [stage * size + min(stage, extra) for stage in range(stage_count + 1)]
+    parts = [layers[start:end] for start, end in itertools.pairwise(borders)]
+    first_rank = {}  # {parameter: the first rank that has it}
+    for stage, part in enumerate(parts):
+        rank = stage if owner is None else owner[stage]
+        named = dict(torch.nn.ModuleList(part).named_parameters())
+        if not named:
+            raise ValueError(f"stage {stage} has no parameters for an optimizer: use fewer stages")
+        for name, p in named.items():
+            if first_rank.setdefault(p, rank) != rank:
+                how = "give one of them a copy, and call reduce_tied on both after all backwards"
+                raise ValueError(f"rank {first_rank[p]} has {name} of stage {stage}, too: {how}")
+    return parts
 
 
 def reduce_tied(weight, group):
-    """Sum the gradient of a weight that the ranks of a group share, such as a matrix that is both
-    embedding and output: once a step, after all backwards. Both copies get the same gradient, so
-    they stay equal. A norm over all stages counts it once."""
+    """Sum the gradient of a weight of which each rank of a group has a copy, such as a matrix that
+    is both embedding and output: once a step, after all backwards. So the copies stay equal."""
     dist.all_reduce(weight.grad, group=group)
+
+
+@torch.no_grad()
+def pipeline_norm(parameters, group):
+    """The norm of the gradients of all ranks' stages, a float64 scalar, the same on every rank. A
+    tied weight counts once: leave it out on one of its ranks."""
+    parameters = list(parameters)
+    square = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
+    for p in parameters:
+        if p.grad is not None:
+            square += torch.linalg.vector_norm(p.grad, dtype=torch.float64).square()
+    dist.all_reduce(square, group=group)
+    return square.sqrt()
 
 
 # --- schedules as data: a row may have several stages, and each action says which
@@ -115,8 +144,8 @@ class Action(NamedTuple):
     """A micro-batch on a stage. "F": forward, "B": backward. zero_bubble.py adds "I" and "W"."""
 
     kind: str
-    microbatch: int
     stage: int
+    microbatch: int
 
 
 class Row(list):
@@ -132,7 +161,7 @@ class Row(list):
     def add(self, kinds, *stages):
         for stage in stages:
             for kind in kinds:
-                self.append(Action(kind, self.counts[kind, stage], stage))
+                self.append(Action(kind, stage, self.counts[kind, stage]))
                 self.counts[kind, stage] += 1
 
 
@@ -148,19 +177,20 @@ def one_f_one_b(rank, ranks, microbatches):
 
 def interleaved(rank, ranks, microbatches, chunks=2):
     """Several stages per rank, which plain_pipeline can't run: rank r holds r, p + r, 2 p + r, ...
-    Ranks work m / (m + (p - 1) / chunks) of the time, for about `chunks` times as many messages and
-    more activations in memory. A rank runs p forwards on its first stage, then the same p on the
-    next, and so on, then the next p. Backwards go from its last stage to its first.
+    Ranks work m / (m + (p - 1) / chunks) of the time. In return they send about `chunks` times what
+    they send in 1F1B, and hold more activations. A rank runs p micro-batches forward on its first
+    stage, then the same p on its next stage, and so on, and then the next p micro-batches.
+    Backwards go from its last stage to its first.
 
         rank 0 of 2:  F0 F1 F0' F1' F2 B0' F3 B1' F2' B0 F3' B1 B2' B3' B2 B3    ' is on stage 2"""
     if microbatches % ranks:
-        count = f"a multiple of {ranks} micro-batches, as many as ranks"
+        count = f"a multiple of {ranks} micro-batches, the number of ranks"
         raise ValueError(f"interleaved needs {count}, not {microbatches}")
-    stages, rounds = range(rank, chunks * ranks, ranks), microbatches // ranks
-    # On rank 0 of 2 0 0 2 2 0 0 ..., and 2 2 0 0 2 2 ...
-    forwards = [stage for stage in stages for _ in range(ranks)] * rounds
-    backwards = [stage for stage in reversed(stages) for _ in range(ranks)] * rounds
-    # Warm-up: p forwards for every local stage but the last, plus two for each later rank, the
+    held, rounds = range(rank, chunks * ranks, ranks), microbatches // ranks
+    # The stages in order. On rank 0 of 2: forwards 0 0 2 2 0 0 ..., backwards 2 2 0 0 2 2 ...
+    forwards = [stage for stage in held for _ in range(ranks)] * rounds
+    backwards = [stage for stage in reversed(held) for _ in range(ranks)] * rounds
+    # Warm-up: p forwards for every stage here but the last, plus two for each later rank, the
     # round trip of the first micro-batch
     ahead = min((chunks - 1) * ranks + 2 * (ranks - 1 - rank), len(forwards))
     row = Row("F", *forwards[:ahead])
@@ -175,8 +205,8 @@ class Message(NamedTuple):
     """Activations (kind "F") or their gradient (kind "B") on their way to a stage."""
 
     kind: str
-    microbatch: int
     stage: int
+    microbatch: int
     source: int  # rank
     target: int  # rank
 
@@ -189,8 +219,7 @@ class Schedule:
     owner  {stage: the rank that holds it}
     last   the last stage
 
-    Two things here are for later lessons: the kinds I and W for zero_bubble.py, and steps() for
-    dualpipe.py. Raises ValueError if ranks would wait for each other."""
+    Raises ValueError if ranks would wait for each other."""
 
     def __init__(self, rows):
         self.rows = [tuple(row) for row in rows]
@@ -221,11 +250,7 @@ class Schedule:
         if action.kind == "W" or sender not in self.owner or receiver not in self.owner:
             return None
         kind = "F" if action.kind == "F" else "B"
-        return Message(kind, action.microbatch, receiver, self.owner[sender], self.owner[receiver])
-
-    def steps(self, rank):
-        """A rank's actions, in tuples of those that start together: here one each."""
-        return [(action,) for action in self[rank]]
+        return Message(kind, receiver, action.microbatch, self.owner[sender], self.owner[receiver])
 
 
 # --- the executor of any schedule: messages travel while ranks compute
@@ -236,21 +261,22 @@ class Pipeline:
     parameters' .grad.
 
     forward  (stage, micro-batch, x) -> the stage's result, on the last stage the micro-batch's part
-             of the loss. x: what the stage before has sent, None on stage 0
+             of the loss, as plain_pipeline's loss_fn. x: what the stage before has sent, None on
+             stage 0
     shape, dtype, device  of what stages send each other, the same for all micro-batches
-    links    its groups, open. If other ranks have other pipelines: make_links, open_links
+    links    groups from open_links(make_links(), ...). None: they are made here, for all ranks
 
     After an exception make new links: messages may be on their way."""
 
     def __init__(self, schedule, forward, shape, dtype, device, links=None):
-        self.schedule, self.stage_forward = schedule, forward
+        self.schedule, self.forward = schedule, forward
         self.shape, self.dtype, self.device = tuple(shape), dtype, device
         self.links = links or open_links(make_links(), schedule, device)
         self.row = schedule[dist.get_rank(self.links[0])]
 
     def run(self):
         """One step. Returns the last stage's results, detached, on its rank; [] on the others."""
-        self.saved = {}  # {(micro-batch, stage): input and output, from forward to backward}
+        self.saved = {}  # {(stage, micro-batch): input and output, from forward to backward}
         self.arriving = {}  # {message: (tensor, handle of its receive)}
         self.sends = []  # (tensor, handle) of those on their way
         self.results = []
@@ -268,27 +294,27 @@ class Pipeline:
 
     def compute(self, action, received):
         """Turn the message that an action waits for into the message that it sends."""
-        run = self.forward if action.kind == "F" else self.backward
-        return run(action.microbatch, action.stage, received)
+        run = self.run_forward if action.kind == "F" else self.run_backward
+        return run(action.stage, action.microbatch, received)
 
-    def forward(self, m, stage, x):
+    def run_forward(self, stage, m, x):
         if x is not None and torch.is_grad_enabled():
             x.requires_grad_()  # a leaf: backward leaves its gradient in x.grad
-        y = self.stage_forward(stage, m, x)
+        y = self.forward(stage, m, x)
         if torch.is_grad_enabled():
-            self.saved[m, stage] = x, y
+            self.saved[stage, m] = x, y
         if stage == self.schedule.last:
             self.results.append(y.detach())
         return y.detach()
 
-    def backward(self, m, stage, gradient):
-        x, y = self.saved.pop((m, stage))
+    def run_backward(self, stage, m, gradient):
+        x, y = self.saved.pop((stage, m))
         if y.requires_grad:  # not if all of stage 0 is frozen
             y.backward(gradient)  # None, if y is the loss
         return None if x is None else x.grad
 
-    # Messages have no names: the n-th receive from a rank, of one kind, gets what the n-th send has
-    # sent. Sends return at once
+    # Messages have no names: in each group the n-th receive from a rank gets its n-th send. Sends
+    # return at once
 
     def receive(self, action):
         """Post the receives planned before an action. Return the message that it waits for."""
@@ -313,7 +339,7 @@ class Pipeline:
             self.arriving[message] = tensor, None
             return
         found, expected = (tuple(tensor.shape), tensor.dtype), (self.shape, self.dtype)
-        if found != expected:  # else a message would fill a part of its buffer
+        if found != expected:  # a smaller tensor would leave a part of the receiver's buffer unset
             raise ValueError(f"stage {action.stage} sends {found}, not {expected}")
         tensor = tensor.contiguous()
         # Drop the tensors that have left. (gloo says so only after wait())
@@ -325,32 +351,33 @@ class Pipeline:
 # --- what nccl needs: a time for each receive, and groups that do not block each other
 
 
-def plan_receives(schedule):
+def plan_receives(schedule, steps=None):
     """{action: the messages whose receives a rank posts before it}.
 
-    Simulates the schedule in rounds. In each round every rank whose message has been sent takes its
-    next action. A message to an earlier rank is received before the action that this rank takes in
-    the same round, so it travels meanwhile. One to a later rank is received after that action.
+    On nccl a receive is a kernel that spins until its message is there. Posted too early it can
+    hang, because CUDA may wait for it before it loads a kernel or frees memory. Posted too late it
+    hides nothing. The rule: post it in the round in which the message is sent. A round is one
+    action of every rank whose message has been sent. If the sender is a later rank, the receiver
+    posts before its own action of that round, so the message travels during that action. If the
+    sender is an earlier rank, it posts after its action.
 
         1F1B on rank 1 of 3. <F1 posts the receive of F1's input, <B1 that of B1's gradient
         <F0 F0 <F1 F1 <F2 <B0 B0 <B1 F2 B1 <F3 <B2 F3 B2 <F4 <B3 F4 B3 <B4 B4
 
-    So a gradient travels during a forward (<B1 F2 B1); most activations are received just before
-    they are needed (<F1 F1). Posted earlier, a receive could hang on nccl: it is a kernel that
-    spins until its message is there, and CUDA may wait for it before it loads a kernel or frees
-    memory. If the sender then waits for this rank, neither goes on."""
-    plan = collections.defaultdict(list)
-    left = [collections.deque(schedule.steps(rank)) for rank in range(len(schedule.rows))]
-    sent = {None}  # None: the message of an action that waits for nothing
+    steps: each rank's actions in tuples of those that start together, if any do. Raises ValueError
+    if ranks would wait for each other."""
+    plan, sent = collections.defaultdict(list), {None}  # None: what waits for no message
+    steps = steps or [[(action,) for action in row] for row in schedule.rows]
+    left = [collections.deque(of_rank) for of_rank in steps]
     while any(left):
         # Chosen before any of them sends: what is sent in a round is there in the next one
-        ready = [row for row in left if row and sent.issuperset(map(schedule.incoming, row[0]))]
+        ready = [rest for rest in left if rest and sent.issuperset(map(schedule.incoming, rest[0]))]
         if not ready:
             raise ValueError("each rank waits for another one")
-        # The last rank first: receivers of messages to later ranks have popped this round's action
-        # by then, and have the next one in front. Earlier ranks still have this round's
-        for row in reversed(ready):
-            for message in map(schedule.outgoing, row.popleft()):
+        # Last rank first: when rank r's messages are planned, later ranks have popped this round's
+        # action, and earlier ranks have not
+        for rest in reversed(ready):
+            for message in map(schedule.outgoing, rest.popleft()):
                 sent.add(message)
                 if message is not None and message.source != message.target:
                     next_step = left[message.target][0]
@@ -359,10 +386,9 @@ def plan_receives(schedule):
 
 
 def make_links(ranks=None):
-    """A pipeline's four groups: activations and gradients have one each, to later ranks and to
-    earlier ones. nccl passes a group's messages between two ranks one by one, in order: in one
-    group two could block each other. As dist.new_group: every process calls this, for every
-    pipeline, in one order."""
+    """A pipeline's four groups: activations and gradients each have one to later ranks, and one to
+    earlier ranks. (In one group nccl runs the messages between two ranks one by one, so two could
+    block each other.) Call it as dist.new_group: every process for every pipeline, in one order."""
     return [dist.new_group(ranks) for _ in range(4)]
 
 
@@ -373,9 +399,9 @@ def group_for(links, message):
 
 
 def open_links(links, schedule, device):
-    """Send a first message on each way between two ranks, in an order that all share. On nccl it
-    blocks until both ranks are there: two that first send to each other would wait for ever.
-    Returns the links."""
+    """Send a first message on each way between two ranks, in an order that all share, and return
+    the links. On nccl a first message blocks until both ranks are there: two ranks that first send
+    to each other would wait for ever."""
     rank, number = dist.get_rank(links[0]), torch.zeros(1, device=device)
     messages = itertools.chain(*schedule.receives_before.values())
     one_of_each = {(m.kind, m.source, m.target): m for m in messages}
@@ -391,17 +417,18 @@ def open_links(links, schedule, device):
 # --- for model.py's GPT
 
 
-def gpt_stages(model, stages, held):
+def gpt_stages(model, stage_count, held):
     """{stage: a copy of the GPT with this stage's blocks alone} of the stages in `held`. The first
     stage keeps the embedding, the last the head: a GPT leaves out what is missing.
 
-    A tied matrix is then two, if the first and the last stage are on two ranks: see reduce_tied."""
-    parts, last = {}, stages - 1
+    If the first and the last stage are on two ranks, a tied matrix has two copies: reduce_tied."""
+    blocks = cut(list(model.blocks.values()), stage_count)
+    parts, last = {}, stage_count - 1
     for stage in held:
         part = parts[stage] = copy.deepcopy(model)
-        names = cut([*model.blocks], stages)[stage]
-        for name in set(model.blocks) - set(names):
-            del part.blocks[name]
+        for name, block in model.blocks.items():
+            if block not in blocks[stage]:
+                del part.blocks[name]
         if stage > 0:
             part.embed = None
         if stage < last:
@@ -444,9 +471,10 @@ def train(executor, make_row, args, device):
     torch.manual_seed(0)  # every rank draws all weights, and keeps those of its stages
     model = GPT(Config(layers=args.layers, width=32, context=32)).to(device, torch.float64)
     one = OneProcess(model, torch.optim.AdamW)
-    stages = gpt_stages(model, last + 1, held)
-    named = {name: p for part in stages.values() for name, p in part.named()}
-    tied, ends = named.get("embed.token.weight"), dist.new_group(sorted({0, ranks - 1}))
+    modules = gpt_stages(model, last + 1, held)
+    named = {name: p for module in modules.values() for name, p in module.named()}
+    ends = sorted({0, ranks - 1})  # the ranks of the first and the last stage
+    tied, ends_group = named.get("embed.token.weight"), dist.new_group(ends)
     optimizer = torch.optim.AdamW(named.values())
     like = torch.zeros(2, 32, 32, dtype=torch.float64, device=device)  # (b, T, C)
     if rank == 0:
@@ -458,7 +486,7 @@ def train(executor, make_row, args, device):
 
         def forward(stage, i, x):  # the last stage has the head, and returns the loss
             x = inputs[i] if x is None else x
-            return stages[stage](x, targets=answers[i], target_count=count)
+            return modules[stage](x, targets=answers[i], target_count=count)
 
         def loss_fn(logits, y):  # the sum over y, divided by the number of the batch's targets
             return model.loss(logits, y, count)
@@ -467,18 +495,16 @@ def train(executor, make_row, args, device):
         with Sent() as sent:
             if executor is plain_pipeline:
                 batch = inputs, answers, loss_fn, like
-                losses = plain_pipeline(stages[rank], rows[rank], *batch, *links)
+                losses = plain_pipeline(modules[rank], rows[rank], *batch, *links)
             else:
                 losses = Pipeline(schedule, forward, like.shape, like.dtype, device, links).run()
             if tied is not None:
-                reduce_tied(tied, ends)
-        # A rank has the gradients of its layers. Of the tied matrix's two copies one counts
-        counted = [p.grad for p in named.values() if p is not tied or rank == 0]
-        squares = sum(gradient.square().sum() for gradient in counted)
+                reduce_tied(tied, ends_group)
         loss = sum(losses, like.new_zeros(()))  # the last rank's
-        dist.all_reduce(squares)
         dist.all_reduce(loss)
-        torch.nn.utils.clip_grads_with_norm_(named.values(), 0.5, squares.sqrt())
+        counted = [p for p in named.values() if p is not tied or rank == 0]
+        norm = pipeline_norm(counted, dist.group.WORLD)
+        torch.nn.utils.clip_grads_with_norm_(named.values(), 0.5, norm)
         optimizer.step()
         alone = one.train_step(tokens, targets, count, 0.5)
         whole = dict(one.model.named_parameters())
@@ -486,9 +512,11 @@ def train(executor, make_row, args, device):
         weights = [(name, p.data, whole[name].data) for name, p in named.items()]
         one.compare(step, loss, alone, gradients, weights)
     borders = sum(stage > 0 for stage in held) + sum(stage < last for stage in held)
+    if ranks == 1:
+        borders = 0  # its stages send each other nothing
     formula = borders * m * like.nbytes
     if tied is not None:
-        formula += tied.nbytes  # an all-reduce over two ranks
+        formula += (len(ends) - 1) * tied.nbytes  # an all-reduce over two ranks
     one.prove(sent, "m b T C e each way over a border, V C e if tied", formula)
 
 

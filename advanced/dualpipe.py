@@ -42,7 +42,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _push_mode
 
-from pipeline import Action, Row, Schedule
+from pipeline import Action, Row, Schedule, plan_receives
 from zero_bubble import SplitPipeline
 
 # --- the plain form: a backward and a forward that take turns
@@ -148,7 +148,7 @@ class MixedRow(Row):
         for stage in stages:
             for kind in kinds:
                 parts = "IW" if kind == "B" else kind
-                self.append(Action(kind, self.counts[parts[0], stage], stage))
+                self.append(Action(kind, stage, self.counts[parts[0], stage]))
                 self.counts.update((part, stage) for part in parts)
 
 
@@ -196,6 +196,11 @@ class PairedSchedule(Schedule):
     """A schedule in which a forward is paired with the backward after it, if that is of another
     stage. A pair starts when both messages are there, and sends when both are done. Meant for
     dualpipev."""
+
+    def __init__(self, rows):
+        super().__init__(rows)
+        steps = [self.steps(rank) for rank in range(len(self.rows))]
+        self.receives_before = plan_receives(self, steps)
 
     def steps(self, rank):
         """A rank's actions in tuples of those that start together: one, or backward and forward."""

@@ -202,8 +202,8 @@ class SplitPipeline(Pipeline):
     def __init__(self, *args, around=contextlib.nullcontext, **options):
         super().__init__(*args, **options)
         self.around = around
-        self.split = {(a.microbatch, a.stage) for a in self.row if a.kind == "W"}
-        self.stores = {}  # {(micro-batch, stage): its WeightGradStore, from F to W}
+        self.split = {(a.stage, a.microbatch) for a in self.row if a.kind == "W"}
+        self.stores = {}  # {(stage, micro-batch): its WeightGradStore, from F to W}
 
     def run_action(self, action):
         received = self.receive(action)
@@ -212,14 +212,14 @@ class SplitPipeline(Pipeline):
         self.send(action, result)
 
     def compute(self, action, received):
-        kind, m, stage = action
-        if (m, stage) not in self.split:
+        kind, stage, m = action
+        if (stage, m) not in self.split:
             return super().compute(action, received)
         if kind == "F":
-            self.stores[m, stage] = WeightGradStore()
+            self.stores[stage, m] = WeightGradStore()
         if kind == "W":
-            return self.stores.pop((m, stage)).accumulate()
-        with self.stores[m, stage]:
+            return self.stores.pop((stage, m)).accumulate()
+        with self.stores[stage, m]:
             return super().compute(action, received)
 
 
@@ -261,7 +261,15 @@ def zb_v(rank, ranks, microbatches):
 
 if __name__ == "__main__":  # importing this file needs no model.py
     from model import GPT, Config, OneProcess, Sent, join_ranks, leave, text_batch
-    from pipeline import Schedule, gpt_stages, make_links, one_f_one_b, open_links, reduce_tied
+    from pipeline import (
+        Schedule,
+        gpt_stages,
+        make_links,
+        one_f_one_b,
+        open_links,
+        pipeline_norm,
+        reduce_tied,
+    )
 
 
 def main():
@@ -316,12 +324,11 @@ def train(executor, make_row, args, device):
             if tied is not None:
                 reduce_tied(tied, ends_group)
         # A rank has the gradients of its layers. Of the tied matrix's two copies one counts
-        counted = [p.grad for p in named.values() if p is not tied or rank == 0]
-        squares = sum(gradient.square().sum() for gradient in counted)
+        counted = [p for p in named.values() if p is not tied or rank == 0]
+        norm = pipeline_norm(counted, dist.group.WORLD)
         loss = sum(losses, like.new_zeros(()))  # on the rank that has the last stage
-        dist.all_reduce(squares)
         dist.all_reduce(loss)
-        torch.nn.utils.clip_grads_with_norm_(named.values(), 0.5, squares.sqrt())
+        torch.nn.utils.clip_grads_with_norm_(named.values(), 0.5, norm)
         optimizer.step()
         alone = one.train_step(tokens, targets, count, 0.5)
         whole = dict(one.model.named_parameters())

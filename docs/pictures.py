@@ -505,7 +505,7 @@ def timelines(title, rows):
             svg.text(8, y + 13, f"rank {rank}", 12, "start")
             first = min(action.stage for *_, action in row)
             lanes = Counter(start for start, *_ in row)
-            for start, end, (kind, m, stage) in row:
+            for start, end, (kind, stage, m) in row:
                 top, height = y, 17.0
                 if lanes[start] == 2:  # a pair: the forward above, the backward below
                     top, height = (y if kind == "F" else y + 8.5), 8.5

@@ -30,7 +30,7 @@ def switches_in_pair(first, second):
 def switches(schedule, rank, layers, chunks=1, forwards=1):
     """(at how many waits of a rank another call goes on, how many waits it has) in a step."""
     total = found = 0
-    for step in schedule.steps(rank):
+    for step in pipeline.steps_of(schedule, rank):
         counts = [waits(action, layers, chunks, forwards) for action in step]
         total += sum(counts)
         found += switches_in_pair(*counts) if len(counts) == 2 else 0

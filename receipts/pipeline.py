@@ -107,7 +107,7 @@ def simulate(schedule, time=unit, transfer=0.0, together=lambda step, time: sum(
     start together (dualpipe.py); their spans are the same."""
     sent, posted = {None: 0.0}, {}  # {message: when}; without a message nothing is waited for
     spans = [[] for _ in schedule.rows]
-    steps = [collections.deque(schedule.steps(rank)) for rank in range(len(spans))]
+    steps = [collections.deque(steps_of(schedule, rank)) for rank in range(len(spans))]
     while any(steps):
         for row, of_rank in zip(steps, spans):
             while row and all(schedule.incoming(action) in sent for action in row[0]):
@@ -124,6 +124,12 @@ def simulate(schedule, time=unit, transfer=0.0, together=lambda step, time: sum(
                 of_rank += [(start, end, action) for action in actions]
                 sent |= {schedule.outgoing(action): end for action in actions} | {None: 0.0}
     return spans
+
+
+def steps_of(schedule, rank):
+    """A rank's actions in tuples of those that start together: one, or a pair of dualpipe.py's."""
+    paired = hasattr(schedule, "steps")
+    return schedule.steps(rank) if paired else [(action,) for action in schedule[rank]]
 
 
 def working(row):

@@ -90,6 +90,10 @@ twice(lambda x: sum(EnterAndProject(tp.AsModule(tp.Enter, world), [linear])(x).v
 twice(lambda x: sum(EnterAndProject(tp.AsModule(GatherTokens, world), [linear],
     {True | False})(x).values()) ** 3, 2, 4, WIDTH)  # once_differentiable
 """,
+    "pipeline": """
+cut([*MODELS["chain"]()], 4)  # rank 0 has 1.weight of stage 3, too ... reduce_tied
+cut([linear, nn.Tanh()], 2)  # stage 1 has no parameters
+""",
     "context_parallel": """
 core({"ring" | "gather"})(*qkv({k=(2, 3, 6, 8) | k=(1, 2, 6, 8) | k=(2, 2, 5, 8) |
     k=(2, 2, 8, 8) | k=(2, 2, 6, 4) | dtype=torch.float64 | q=(4, 6, 8), k=(2, 6, 8)}))

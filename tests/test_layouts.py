@@ -351,8 +351,8 @@ router's gradient left partial: sequence_parallel:parallelize_sequence
 whole experts summed over tp: sequence_parallel:parallelize_sequence
     if ".experts." not in name ->
     moe-top-1 --tp 2 --sp --ep 2 --fold-experts -> step 1, backward ->
-last micro-batch only: pipeline:Pipeline.forward
-    self.saved[m, stage] = x, y -> self.saved[m, stage] = x, y if m == 1 else 0 * y
+last micro-batch only: pipeline:Pipeline.run_forward
+    self.saved[stage, m] = x, y -> self.saved[stage, m] = x, y if m == 1 else 0 * y
     sgd --dp 2 --microbatches 2 -> step 1, backward ->
 loss is a mean of means: trainer.large_vocabulary:LeanCrossEntropy.forward
     losses.sum() / target_count -> losses.sum() / targets.numel()

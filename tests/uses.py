@@ -213,7 +213,7 @@ class Layout(OneProcess):
             for p in (layers[0].weight, head.weight):
                 place = getattr(p, "placement", {})
                 p.placement = place | {"partial": [*place.get("partial", ()), self.ends]}
-        parts = pp.cut(layers, self.schedule.last + 1)
+        parts = pp.cut(layers, self.schedule.last + 1, self.schedule.owner)
         held = self.schedule.stages(dist.get_rank(self.pp))
         self.stages = {stage: nn.Sequential(*parts[stage]) for stage in held}
         self.trained = nn.ModuleList(self.stages.values())
