@@ -68,7 +68,7 @@ class PlainMoE(nn.Module):
 
 class MoE(nn.Module):
     """x (B, T, C) -> (B, T, C). shared: an MLP that every token passes, too, or None (DeepSeekMoE,
-    arXiv:2401.06066)."""
+    arXiv:2401.06066). shared_gate: learns how much of it each token gets (Qwen2-MoE)."""
 
     def __init__(self, config, shared=None):
         super().__init__()
@@ -77,7 +77,9 @@ class MoE(nn.Module):
         self.dispatch = Dispatch()
         self.experts = Experts(config)
         self.leave = nn.Identity()  # experts that are cut add their partial results here
-        self.shared = shared
+        self.shared, self.shared_gate = shared, None
+        if config.shared_gate:
+            self.shared_gate = nn.Linear(config.width, 1, bias=False)
 
     def forward(self, x, batch=None):
         weights, chosen = self.router(x, batch.target_count if batch else None)  # (B, T, k) each
@@ -86,6 +88,8 @@ class MoE(nn.Module):
         sent = self.dispatch.send(*tokens)
         # Between the two calls expert_parallel.py's tokens travel
         shared = None if self.shared is None else self.shared(x)
+        if self.shared_gate is not None:
+            shared = self.shared_gate(x).sigmoid() * shared
         y = self.dispatch.combine(sent, self.experts)
         y = self.leave(y.unflatten(0, (len(x), -1)))  # (B, T, C)
         return y if shared is None else y + shared
@@ -259,6 +263,7 @@ def main():
     plain = PlainMoE(16, mlps, k=2).double()
     config = SimpleNamespace(width=16, hidden=32, mlp="gelu", experts=8, top_k=2, scores="softmax")
     vars(config).update(renormalize=True, balance_loss=0.1, z_loss=0.0, bias_rate=0.0)
+    vars(config).update(shared_gate=False)
     moe = MoE(config).double()
     moe.router.weight.data.copy_(plain.router.weight)
     moe.experts.up.data.copy_(torch.stack([mlp[0].weight for mlp in mlps]))

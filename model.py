@@ -5,9 +5,9 @@
     Block:   x --+-- norm -- Attention --(+)--+-- norm -- MLP or MoE --(+)-->
                  +------------------------+   +-------------------------+
 
-GPT-2 (learned positions, LayerNorm, GELU, biases, one matrix for embedding and output) and Llama
-(rotary positions, RMSNorm, SwiGLU, grouped-query attention, no biases) differ in fields of Config.
-With `experts` > 0 a mixture of experts (mixture.py) takes the place of the MLP.
+GPT-2 (learned positions, LayerNorm, GELU, biases, one matrix for embedding and output), Llama
+(rotary positions, RMSNorm, SwiGLU, grouped-query attention, no biases) and later models differ in
+fields of Config. With `experts` > 0 a mixture (mixture.py) takes the place of the MLP.
 
 The model sends nothing. A technique removes submodules or replaces them: `enter`, an identity here,
 stands where it may put a message. `run_block`, `attend` and `finish` are methods of their own so
@@ -35,14 +35,15 @@ IGNORE = -1  # a target with this value adds nothing to the loss (torch's defaul
 
 @dataclass(frozen=True)
 class Config:
-    """The shape of a GPT. A 0 of kv_heads and hidden is filled in at once: so
-    dataclasses.replace(config, width=256) needs hidden=0, too, or it keeps the old one, and with
-    heads kv_heads=0."""
+    """The shape of a GPT. A 0 of kv_heads, head_dim and hidden is filled in at once: so
+    dataclasses.replace(config, width=256) needs hidden=0 and head_dim=0, too, or it keeps the old
+    ones, and with heads kv_heads=0."""
 
     layers: int = 4
     heads: int = 4
     kv_heads: int = 0  # 0: as many as heads. Fewer: grouped-query attention (arXiv:2305.13245)
     width: int = 128  # C
+    head_dim: int = 0  # D. 0: width / heads
     hidden: int = 0  # inner width of the MLP, or of each expert. 0: 4 x width
     context: int = 128  # the longest sequence
     vocab: int = 257  # 256 bytes, and a mark between documents
@@ -54,12 +55,23 @@ class Config:
     # On the embedding, and on what attention and MLP add to x. Only in a forward with sample_ids
     dropout: float = 0.0
     rope_theta: float = 10000.0
-    rope_scaling: object = None  # frequencies -> frequencies (Llama 3.1)
+    # frequencies -> (frequencies, factor of cos and sin): for long sequences (Llama 3.1, YaRN)
+    rope_scaling: object = None
+    no_rope_every: int = 0  # every so many-th layer has no rotary positions (SmolLM3); 0: none
     norm_eps: float = 1e-5
+    # A norm of q and of k: of each head by itself (Qwen3), or of all heads together (OLMo 2)
+    qk_norm: Literal["none", "each", "all"] = "none"
+    norm_after: bool = False  # of what attention and MLP add to x, not of what they see (OLMo 2)
+    # Factors (Granite) of the embedding, of q, of what attention and MLP add to x, of the logits
+    embedding_scale: float = 1.0
+    query_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
     # A mixture of experts, unless experts is 0: see mixture.py
     experts: int = 0
     top_k: int = 2  # experts per token
     shared: int = 0  # width of an MLP that every token passes, in units of `hidden`; 0: none
+    shared_gate: bool = False  # a learned factor of its output, from 0 to 1 (Qwen2-MoE)
     scores: Literal["softmax", "sigmoid"] = "softmax"  # of the logits; DeepSeek-V3: sigmoid
     # Divide a token's k weights by their sum (Mixtral; not OLMoE). Not for k = 1 (Switch): a weight
     # that is always 1 gives the router no gradient
@@ -70,9 +82,9 @@ class Config:
     bias_rate: float = 0.0  # step of a bias for the choice
 
     def __post_init__(self):
-        for name, default in (("kv_heads", self.heads), ("hidden", 4 * self.width)):
+        defaults = dict(kv_heads=self.heads, hidden=4 * self.width)
+        for name, default in (defaults | dict(head_dim=self.width // self.heads)).items():
             object.__setattr__(self, name, getattr(self, name) or default)  # it is frozen
-        assert self.width % self.heads == 0, f"width {self.width}, but {self.heads} heads"
         assert self.heads % self.kv_heads == 0, f"{self.heads} heads, {self.kv_heads} kv-heads"
         assert not self.experts or self.top_k <= self.experts, "a token can't go to so many experts"
 
@@ -95,16 +107,25 @@ class Block(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         self.attn_norm = make_norm(config)
-        self.attn = Attention(config)
+        self.attn = Attention(config, layer)
         # Not nn.Dropout: see Dropout. site: its number in the model
-        self.attn_drop = Dropout(config.dropout, site=2 * layer + 1)
+        self.attn_drop = Dropout(config.dropout, 2 * layer + 1, config.residual_scale)
         self.mlp_norm = make_norm(config)
         self.mlp = make_mlp(config)
-        self.mlp_drop = Dropout(config.dropout, site=2 * layer + 2)
+        self.mlp_drop = Dropout(config.dropout, 2 * layer + 2, config.residual_scale)
 
     def forward(self, x, batch=Batch()):
         x = x + self.attn_drop(self.attn(self.attn_norm(x), batch), batch.drop_key)
         x = x + self.mlp_drop(self.mlp(self.mlp_norm(x), batch), batch.drop_key)
+        return x
+
+
+class NormAfterBlock(Block):
+    """With the norms on the other side: of what is added to x (OLMo 2)."""
+
+    def forward(self, x, batch=Batch()):
+        x = x + self.attn_drop(self.attn_norm(self.attn(x, batch)), batch.drop_key)
+        x = x + self.mlp_drop(self.mlp_norm(self.mlp(x, batch)), batch.drop_key)
         return x
 
 
@@ -116,7 +137,8 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.embed = Embedding(config)
-        self.blocks = nn.ModuleDict({str(i): Block(config, i) for i in range(config.layers)})
+        block = NormAfterBlock if config.norm_after else Block
+        self.blocks = nn.ModuleDict({str(i): block(config, i) for i in range(config.layers)})
         self.head = Head(config)
         self.loss = CrossEntropy()
         if config.tied:
@@ -182,16 +204,21 @@ class Attention(nn.Module):
     ordered by key/value head: q..q k v | q..q k v | .... So a cut into n equal parts runs between
     heads if n divides the number of key/value heads."""
 
-    def __init__(self, config):
+    def __init__(self, config, layer=0):
         super().__init__()
-        self.head_dim = config.width // config.heads  # D
+        self.head_dim = config.head_dim  # D
         self.queries_per_kv = config.heads // config.kv_heads
+        self.query_scale = config.query_scale
+        skipped = config.no_rope_every and (layer + 1) % config.no_rope_every == 0
+        self.rotary = config.positions == "rope" and not skipped
         self.enter = nn.Identity()
-        rows = (config.heads + 2 * config.kv_heads) * self.head_dim
+        rows = (config.heads + 2 * config.kv_heads) * config.head_dim
         self.qkv = nn.Linear(config.width, rows, bias=config.bias is not False)
-        self.qkv.weight.matrix_rows = self.head_dim  # muon.py takes each head as a matrix
+        self.qkv.weight.matrix_rows = config.head_dim  # muon.py takes each head as a matrix
+        self.q_norm = HeadNorm(config, config.heads)
+        self.k_norm = HeadNorm(config, config.kv_heads)
         self.core = AttentionCore()
-        self.proj = nn.Linear(config.width, config.width, bias=config.bias is True)
+        self.proj = nn.Linear(config.heads * config.head_dim, config.width, config.bias is True)
 
     def forward(self, x, batch=Batch()):
         return self.attend(self.qkv(self.enter(x)), batch)
@@ -200,8 +227,10 @@ class Attention(nn.Module):
         n = self.queries_per_kv
         qkv = qkv.unflatten(-1, (-1, n + 2, self.head_dim))  # (B, T, H_kv, n + 2, D)
         q, k, v = qkv.split((n, 1, 1), dim=-2)
-        q, k, v = (t.flatten(2, 3).transpose(1, 2) for t in (q, k, v))  # (B, H or H_kv, T, D)
-        if batch.rope is not None:
+        q, k, v = (t.flatten(2, 3) for t in (q, k, v))  # (B, T, H or H_kv, D)
+        q, k = scaled(self.q_norm(q), self.query_scale), self.k_norm(k)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H or H_kv, T, D)
+        if self.rotary:
             q, k = rotate(q, batch.rope), rotate(k, batch.rope)
         y = self.core(q, k, v, *batch.documents)  # (B, H, T, D)
         return self.proj(y.transpose(1, 2).flatten(2))
@@ -268,7 +297,7 @@ class Embedding(nn.Module):
         self.position = None
         if config.positions == "learned":
             self.position = nn.Embedding(config.context, config.width)
-        self.drop = Dropout(config.dropout, site=0)
+        self.drop = Dropout(config.dropout, 0, config.embedding_scale)
 
     def forward(self, tokens, batch):
         x = self.token(tokens)
@@ -283,11 +312,12 @@ class Head(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.norm = make_norm(config)
+        self.scale = config.logits_scale
         self.enter = nn.Identity()
         self.out = nn.Linear(config.width, config.vocab, bias=False)
 
     def forward(self, x):
-        return self.out(self.enter(self.norm(x)))
+        return self.out(self.enter(scaled(self.norm(x), self.scale)))
 
 
 class CrossEntropy(nn.Module):
@@ -306,19 +336,21 @@ class CrossEntropy(nn.Module):
 
 
 class Dropout(nn.Module):
-    """Zero each element of x (B, T, C) with probability p, scale the others by 1 / (1 - p).
+    """Zero each element of x (B, T, C) with probability p, scale the others by 1 / (1 - p), and
+    all by `scale`.
 
     nn.Dropout draws its mask from a stream of random numbers: ranks with other tokens, or other
     layers, would draw other masks than one process. Here a hash decides (the idea of Salmon et al.
     2011, Parallel random numbers): of `key` (B, T), itself a hash of sample and position; of
     `site`, the number of this dropout in the model; and of the channel. There is no seed: sample
-    ids must be new in every epoch. Without a key x stays as it is, in train(), too."""
+    ids must be new in every epoch. Without a key nothing is zeroed, in train(), too."""
 
-    def __init__(self, p, site):
+    def __init__(self, p, site, scale=1.0):
         super().__init__()
-        self.p, self.site = p, site
+        self.p, self.site, self.scale = p, site, scale
 
     def forward(self, x, key):
+        x = scaled(x, self.scale)
         if key is None or self.p == 0:
             return x
         channel = torch.arange(x.shape[-1], device=x.device)
@@ -363,18 +395,40 @@ def make_norm(config):
     return kind(config.width, eps=config.norm_eps)
 
 
+class HeadNorm(nn.Module):
+    """RMSNorm of x (B, T, H, D): of the D numbers of each head, or of all H D of a token."""
+
+    def __init__(self, config, heads):
+        super().__init__()
+        self.weight, self.eps = None, config.norm_eps
+        if config.qk_norm != "none":
+            size = heads * config.head_dim if config.qk_norm == "all" else config.head_dim
+            self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x):
+        if self.weight is None:
+            return x
+        normed = x.reshape(*x.shape[:2], -1, len(self.weight))  # (B, T, H, D) or (B, T, 1, H D)
+        return F.rms_norm(normed, self.weight.shape, self.weight, self.eps).view(x.shape)
+
+
+def scaled(x, factor):
+    return x if factor == 1 else x * factor
+
+
 def rotary_table(positions, config, dtype):
     """cos and sin of the angles of positions (T,) or (B, T), for all heads: (1, T, D) or
     (B, 1, T, D) each (Su et al. 2021, arXiv:2104.09864)."""
-    head_dim = config.width // config.heads
+    head_dim = config.head_dim
     # Angles in float32 whatever the model's dtype, as in the published models
     exponents = torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim
     frequencies = 1.0 / config.rope_theta**exponents  # (D/2,)
+    factor = 1.0
     if config.rope_scaling is not None:
-        frequencies = config.rope_scaling(frequencies)
+        frequencies, factor = config.rope_scaling(frequencies)
     angles = positions.float()[..., None, :, None] * frequencies  # (..., 1, T, D/2)
     angles = torch.cat((angles, angles), dim=-1)  # i and i + D/2 turn by the same angle
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    return (factor * angles.cos()).to(dtype), (factor * angles.sin()).to(dtype)
 
 
 def rotate(x, table):

@@ -321,6 +321,10 @@ def parallelize_tensors(model, group, whole_experts=False, enter=Enter, leave=Le
         attn.enter = AsModule(enter, group)
         attn.qkv = ColumnParallelLinear(attn.qkv, group)
         attn.proj = RowParallelLinear(attn.proj, group, leave)
+        if model.config.qk_norm == "all":
+            attn.q_norm, attn.k_norm = (SplitNorm(n, group) for n in (attn.q_norm, attn.k_norm))
+        elif model.config.qk_norm == "each" and enter is Enter:  # else see mark_partial
+            attn.q_norm, attn.k_norm = (WholeNorm(n, group) for n in (attn.q_norm, attn.k_norm))
         if model.config.experts:
             if not whole_experts:
                 mlp.enter, mlp.leave = AsModule(enter, group), AsModule(leave, group)
@@ -341,6 +345,36 @@ def parallelize_tensors(model, group, whole_experts=False, enter=Enter, leave=Le
         if model.config.tied and model.embed is not None:
             model.head.out.weight = model.embed.token.weight
     return model
+
+
+class WholeNorm(nn.Module):
+    """RMSNorm of each head by itself, x (B, T, H / t, D). The weight (D,) is whole on every rank,
+    which applies it to its own heads. So its gradient is a sum over ranks, as that of x is."""
+
+    def __init__(self, norm, group):
+        super().__init__()
+        self.weight, self.eps, self.group = norm.weight, norm.eps, group
+
+    def forward(self, x):
+        weight = Enter.apply(self.weight, self.group)
+        return F.rms_norm(x, weight.shape, weight, self.eps)
+
+
+class SplitNorm(nn.Module):
+    """RMSNorm of all heads together, x (B, T, H / t, D). Leave adds up the ranks' squares. What
+    every rank makes of the sum depends on it: Enter adds up its gradients."""
+
+    def __init__(self, norm, group):
+        super().__init__()
+        self.size, self.eps, self.group = len(norm.weight), norm.eps, group  # size: H D
+        self.weight = shard(norm.weight, 0, group)  # (H D / t,)
+
+    def forward(self, x):
+        heads = x.flatten(2).to(torch.promote_types(x.dtype, torch.float32))
+        squares = Leave.apply(heads.square().sum(-1, keepdim=True), self.group)  # (B, T, 1)
+        mean = Enter.apply(squares, self.group) / self.size
+        normed = heads * (mean + self.eps).rsqrt() * self.weight
+        return normed.to(x.dtype).view(x.shape)
 
 
 def cut_experts(experts, group):  # their weights are (E, out, in)
@@ -379,6 +413,9 @@ def main():
     sizes |= dict(positions="rope", norm="rmsnorm", mlp="swiglu", bias=False, tied=False)
     config = Config(**sizes, kv_heads=t)  # two heads share one key/value head
     train("llama", parallelize_tensors, config, args.steps, device)
+    for heads in ("each", "all"):  # as in Qwen3, as in OLMo 2
+        form, config = f"norms of q and k: {heads}", Config(**sizes, kv_heads=t, qk_norm=heads)
+        train(form, parallelize_tensors, config, args.steps, device)
     leave()
 
 
@@ -422,8 +459,13 @@ def train(form, split, config, steps, device):
     if plain:
         one.prove(sent, "4 r L B T C e", 4 * r * config.layers * rows * config.width * 8)
     else:
-        each = (4 * config.layers + 2) * config.width + 3
-        one.prove(sent, "2 r B T e ((4 L + 2) C + 3)", 2 * r * rows * 8 * each)
+        text, each = "(4 L + 2) C + 3", (4 * config.layers + 2) * config.width + 3
+        more, weights = "", 0
+        if config.qk_norm == "each":  # both weights (D,), of both micro-batches
+            more, weights = " + 8 r L D e", 8 * r * config.layers * config.head_dim * 8
+        if config.qk_norm == "all":
+            text, each = f"{text} + 4 L", each + 4 * config.layers
+        one.prove(sent, f"2 r B T e ({text}){more}", 2 * r * rows * 8 * each + weights)
 
 
 if __name__ == "__main__":

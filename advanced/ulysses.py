@@ -169,8 +169,8 @@ def train(name, core, kv_heads, args, device):
 def formula(config, core, tokens):
     """What a step sends, as text and in bytes. tokens: B T', of a rank."""
     n, u, e = dist.get_world_size(), core.n, 8
-    head = config.width // config.heads
-    c, c_kv = config.width, math.lcm(config.kv_heads, u) * head  # C_kv: with copies
+    head = config.head_dim
+    c, c_kv = config.heads * head, math.lcm(config.kv_heads, u) * head  # C_kv: with copies
     sent, text = 4 * (u - 1) / u * (c + c_kv) * e * tokens, "L (4 r (C + C_kv) e B T / N"
     if isinstance(core.core, Ring):  # r here: R has (R-1)/R, and U (U-1)/U
         r = 1 - u / n

@@ -41,7 +41,7 @@ def expected(sizes, group, kind, rings, used=None):
     ring, ulysses = grid(kind, group.ranks, rings)
     names = ("ring", "ulysses") if kind == "ring-ulysses" else (group.name, group.name)
     tokens, kv_heads = sizes.sequences * sizes.length, max(config.kv_heads // sizes.tp, 1)
-    head_size, forwards = config.width // config.heads, sizes.forwards
+    head_size, forwards = config.head_dim, sizes.forwards
     sent = {}
     if ulysses > 1:
         copies = ulysses // math.gcd(kv_heads, ulysses)

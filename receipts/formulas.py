@@ -117,15 +117,14 @@ def sizes_of(args, config, ranks=1, **others):
 
 def flops_per_token(config):
     """FLOPs of forward and backward per token of a full context: 6 for each weight of a matrix
-    that the token passes, and 12 x layers x context x width for the two matmuls of attention,
+    that the token passes, and 12 x layers x context x heads x D for the two matmuls of attention,
     without a discount for causality (PaLM, Chowdhery 2022, arXiv:2204.02311, appendix B)."""
-    head_dim = config.width // config.heads
-    attention = config.width * head_dim * (2 * config.heads + 2 * config.kv_heads)
+    attention = config.width * config.head_dim * (2 * config.heads + 2 * config.kv_heads)
     mlp = config.width * config.hidden * (3 if config.mlp == "swiglu" else 2)
     if config.experts:
         mlp = mlp * (config.top_k + config.shared) + config.width * config.experts
     weights = config.layers * (attention + mlp) + config.width * config.vocab
-    return 6 * weights + 12 * config.layers * config.context * config.width
+    return 6 * weights + 12 * config.layers * config.context * config.heads * config.head_dim
 
 
 # --- sums over ranks
@@ -200,6 +199,8 @@ def parameters_of(sizes):
         shape, words = list(shape), name.split(".")
         expert = "experts" in words
         dimension = CUTS.get(words[-2])
+        if config.qk_norm == "all" and words[-2] in ("q_norm", "k_norm"):
+            dimension = 0
         if expert:  # (E, out, in)
             dimension = CUTS[words[-1]] + 1
             shape[0] = shape[0] if sizes.experts is None else sizes.experts
@@ -274,8 +275,8 @@ def kept_by_a_block(config, recompute):
     if config.experts:  # each token's k rows as they go in and come out, and what lies between
         whole += 3 * k * c
         hidden *= k + config.shared
-    head_size = c // config.heads
-    return whole, (2 * config.heads + 2 * config.kv_heads) * head_size + hidden, gathered
+    heads = 2 * config.heads + 2 * config.kv_heads
+    return whole, heads * config.head_dim + hidden, gathered
 
 
 def half_kept(config):
@@ -284,12 +285,12 @@ def half_kept(config):
     third and so on, but none that is added to x as it is."""
     c, k, ups = config.width, config.top_k, 2 if config.mlp == "swiglu" else 1
     not_kept = (0, 0)
-    products = [(0, (config.heads + 2 * config.kv_heads) * c // config.heads), not_kept]
+    products = [(0, (config.heads + 2 * config.kv_heads) * config.head_dim), not_kept]
     if config.experts:
         products.append((config.experts, 0))  # the router
     if config.shared or not config.experts:
         products += ups * [(0, (config.shared or 1) * config.hidden)] + [not_kept]
     if config.experts:
         products += ups * [(0, k * config.hidden)] + [(k * c, 0)]
-    kept = [(c, c), *products[::2]]
+    kept = [(c, config.heads * config.head_dim), *products[::2]]
     return tuple(sum(sizes) for sizes in zip(*kept))

@@ -2,7 +2,7 @@
 quarter more where it gathers again; 1/t of the activations."""
 
 from receipts.formulas import SCALAR, WHOLE_BLOCKS, add, held, parameters_of, summed
-from receipts.tensor_parallel import repeated
+from receipts.tensor_parallel import repeated, squares
 
 
 def expected(sizes, group, scatter, scalars=1, partial=True):
@@ -35,7 +35,7 @@ def expected(sizes, group, scatter, scalars=1, partial=True):
             gathers += blocks
     wide = tokens * config.width * sizes.e
     # Small messages: the loss; a token's k weights and the numbers of its experts, with the tokens
-    reduced = scalars * SCALAR
+    reduced = scalars * SCALAR + squares(sizes)
     if sizes.head:
         reduced += 3 * tokens * sizes.exact
     routed = tokens * config.top_k * blocks if config.experts and not folded else 0

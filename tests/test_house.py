@@ -53,11 +53,11 @@ FLOORS = {
 }
 # The most lines of Python in a folder, or in folders that share a duty
 CEILINGS = {
-    "harness trainer": 5000,
+    "harness trainer": 5180,
     "receipts proof": 5400,  # 3,800 once no lesson needs a receipt
     "simulator": 2000,
     "exercises": 310,
-    "tests": 13710,
+    "tests": 13770,
     "benchmarks": 2510,
 }
 DEMO = "# --- demo ---"

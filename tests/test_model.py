@@ -216,7 +216,10 @@ def test_published_sizes():
     sizes = {"gpt2": 124439808, "gpt2-medium": 354823168}
     sizes |= {"gpt2-large": 774030080, "gpt2-xl": 1557611200}
     sizes |= {"llama3-8b": 8030261248, "llama3-70b": 70553706496, "llama3-405b": 405853388800}
-    sizes["mixtral-8x7b"] = 46702792704
+    sizes |= {"mixtral-8x7b": 46702792704, "olmo2-7b": 7298617344}
+    sizes |= {"llama3.2-1b": 1235814400, "llama3.2-3b": 3212749824, "qwen3-0.6b": 596049920}
+    sizes |= {"qwen3-1.7b": 1720574976, "qwen3-4b": 4022468096, "qwen3-8b": 8190735360}
+    sizes |= {"qwen3-14b": 14768307200, "qwen3-32b": 32762123264, "qwen3-30b-a3b": 30532122624}
     assert {name: presets.parameter_count(presets.configure(name)) for name in sizes} == sizes
 
 
@@ -236,10 +239,10 @@ def test_a_preset_turned_into_the_other_family():
 
 
 def test_flops_count_every_matrix():
-    for config in (presets.configure(), presets.configure("llama3-8b")):
+    for config in map(presets.configure, ("tiny", "llama3-8b", "qwen3-8b", "qwen3-0.6b")):
         with torch.device("meta"):
             linear = [m for m in gpt.GPT(config).modules() if isinstance(m, torch.nn.Linear)]
-        attention = 12 * config.layers * config.context * config.width
+        attention = 12 * config.layers * config.context * config.heads * config.head_dim
         assert flops_per_token(config) == 6 * sum(m.weight.numel() for m in linear) + attention
     dense, mixture = presets.configure(), presets.configure(experts=8, top_k=3, shared=2)
     # 3 + 2 MLPs in place of one, and the router
@@ -401,6 +404,7 @@ def test_dropout_is_off_without_samples():
         (dict(mlp="relu"), "mlp must be one of"),
         (dict(norm="rms"), "norm must be one of"),
         (dict(scores="tanh"), "scores must be one of"),
+        (dict(qk_norm="both"), "qk_norm must be one of none, each, all"),
         (dict(bias="all"), "bias must be one of True, False, qkv, not 'all'"),
         (dict(dropout=-0.1), "dropout"),
         (dict(experts=3, top_k=0), "top_k must be at least 1"),
