@@ -28,7 +28,12 @@ LLAMA3 |= dict(original_max_position_embeddings=128, rope_theta=10000.0)
 # {name: (transformers' name, its config)}
 GPT2 = dict(n_layer=4, n_head=4, n_embd=32, n_positions=32, vocab_size=300)
 MIXTURE = dict(num_local_experts=5, num_experts_per_tok=2)
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2)
 LINEAR = dict(rope_type="linear", factor=3.0, rope_theta=5e3)
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16, rope_theta=1e4)
+WIDE = dict(head_dim=16)  # heads wider than width / heads
+MULTIPLIERS = dict(embedding_multiplier=12.0, attention_multiplier=0.02)
+MULTIPLIERS |= dict(residual_multiplier=0.22, logits_scaling=8.0)
 THEIRS = {
     "gpt2": ("GPT2", GPT2),
     "llama": ("Llama", SIZES | dict(rms_norm_eps=1e-5)),
@@ -39,6 +44,18 @@ THEIRS = {
     "linear llama": ("Llama", SIZES | dict(rope_parameters=LINEAR)),
     "qwen2": ("Qwen2", SIZES),
     "mistral": ("Mistral", SIZES | dict(sliding_window=24)),
+    "mistral nemo": ("Mistral", SIZES | WIDE | dict(sliding_window=None)),
+    "qwen3": ("Qwen3", SIZES | WIDE | dict(tie_word_embeddings=True)),
+    "qwen3 with yarn": ("Qwen3", SIZES | WIDE | dict(rope_parameters=YARN)),
+    "qwen3-moe": ("Qwen3Moe", SIZES | WIDE | EXPERTS | dict(moe_intermediate_size=24)),
+    "olmo2": ("Olmo2", SIZES),
+    "olmoe": ("Olmoe", SIZES | EXPERTS | dict(norm_topk_prob=True)),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        SIZES | EXPERTS | dict(moe_intermediate_size=24, shared_expert_intermediate_size=48),
+    ),
+    "smollm3": ("SmolLM3", SIZES | dict(no_rope_layer_interval=2, pad_token_id=None)),
+    "granite": ("Granite", SIZES | MULTIPLIERS),
 }
 
 
@@ -75,15 +92,11 @@ def build(folder):
 def test_reads_and_writes_what_transformers_does(folders, tmp_path, monkeypatch, name):
     """Logits and every gradient, in float64, without transformers' casts to float32, which would
     hide small differences. Gradients are written and read as a trained model's weights are."""
-    for family in ("llama", "mistral", "mixtral", "qwen2"):
-        module = getattr(getattr(transformers.models, family), f"modeling_{family}")
-        [norm] = [kind for key, kind in vars(module).items() if key.endswith("RMSNorm")]
-        monkeypatch.setattr(norm, "forward", rms_norm)
-    mixtral = transformers.models.mixtral.modeling_mixtral
-    monkeypatch.setattr(mixtral.MixtralTopKRouter, "forward", router)
     generator = torch.Generator().manual_seed(0)
     tokens, targets = torch.randint(300, (2, 2, 24), generator=generator)
-    ours, theirs = build(folders[name]).double(), read(folders[name])
+    ours, theirs = build(folders[name]), read(folders[name])
+    torch.testing.assert_close(ours(tokens), theirs.float()(tokens).logits, rtol=0, atol=2e-5)
+    ours, theirs = ours.double(), without_casts(read(folders[name]), monkeypatch)
     close, logits = dict(rtol=1e-10, atol=1e-10), theirs(tokens).logits
     torch.testing.assert_close(ours(tokens), logits, **close)
 
@@ -96,9 +109,19 @@ def test_reads_and_writes_what_transformers_does(folders, tmp_path, monkeypatch,
         torch.testing.assert_close(p.grad, source.draw(key, p.shape), **close, msg=key)
 
     pretrained.write(tmp_path / "out", ours.config, ours.named())
-    torch.testing.assert_close(read(tmp_path / "out")(tokens).logits, logits, **close)
+    out = without_casts(read(tmp_path / "out"), monkeypatch)
+    torch.testing.assert_close(out(tokens).logits, logits, **close)
     again = dict(build(tmp_path / "out").named())
     assert all(torch.equal(p, again[n]) for n, p in ours.named())
+
+
+def without_casts(model, monkeypatch):
+    for kind in {type(module) for module in model.modules()}:
+        if kind.__name__.endswith("RMSNorm"):
+            monkeypatch.setattr(kind, "forward", rms_norm)
+        if kind.__name__.endswith("TopKRouter"):
+            monkeypatch.setattr(kind, "forward", router)
+    return model
 
 
 def rms_norm(self, x):
@@ -107,8 +130,10 @@ def rms_norm(self, x):
 
 def router(self, x):
     scores = torch.nn.functional.linear(x.reshape(-1, x.shape[-1]), self.weight)
-    top = scores.softmax(-1).topk(self.top_k)
-    return scores, top.values / top.values.sum(-1, keepdim=True), top.indices
+    weights, chosen = scores.softmax(-1).topk(self.top_k)
+    if getattr(self, "norm_topk_prob", True):
+        weights = weights / weights.sum(-1, keepdim=True)
+    return scores, weights, chosen
 
 
 def test_presets_are_of_the_families(folders):
@@ -138,6 +163,19 @@ def train_and_prove(rank, args):
         ("mixtral", "--dp 2 --tp 2 --sp --ep 4 --fold-experts --zero 3"),
         ("qwen2", "--cp 2 --cp-kind ulysses --pp 2"),
         ("tied llama", "--dp 2 --pp 3 --zero 2"),
+        ("qwen3", "--tp 2 --pp 2 --microbatches 3"),
+        ("qwen3 with yarn", "--tp 2 --sp --cp 2 --zero 2"),
+        ("qwen3-moe", "--dp 2 --tp 2 --ep 2 --zero 1"),
+        ("qwen3-moe", "--tp 2 --sp --cp 2 --ep 4 --fold-experts --recompute block"),
+        ("olmo2", "--tp 2 --cp 2 --recompute block"),
+        ("olmo2", "--tp 2 --sp --pp 2 --schedule zb-h1"),
+        ("olmoe", "--tp 2 --sp --dp 2 --ep 2 --zero 3"),
+        ("qwen2-moe", "--tp 2 --pp 2 --recompute selective"),
+        ("qwen2-moe", "--tp 2 --sp --cp 2 --ep 2"),
+        ("smollm3", "--tp 2 --pp 2 --schedule interleaved --chunks 2"),
+        ("smollm3", "--dp 2 --cp 2 --cp-kind ulysses"),
+        ("granite", "--tp 2 --cp 2 --dropout 0.1"),
+        ("granite", "--tp 2 --sp --pp 2"),
     ],
 )
 def test_any_layout_starts_from_it_and_exports(ranks, folders, text, tmp_path, name, layout):
@@ -173,6 +211,7 @@ DAMAGES = [
     ("model.safetensors", {POSITIONS: torch.zeros(5, 32)}, "knows 5 positions"),
     (INDEX, "{", "index.json is no JSON"),
     (INDEX, "{}", "has no transformer.wpe.weight"),
+    ("pytorch_model.bin", "", "as pytorch_model.bin, and only safetensors .* once with python -c"),
 ]
 
 
@@ -180,6 +219,8 @@ DAMAGES = [
 def test_a_damaged_folder_is_refused_in_one_sentence(folders, tmp_path, file, content, said):
     folder = tmp_path / "model"
     shutil.copytree(folders["gpt2"], folder)
+    if file == "pytorch_model.bin":
+        (folder / "model.safetensors").unlink()
     if file == INDEX:
         for name in ("one", "two"):
             shutil.copy(folder / "model.safetensors", folder / name)
@@ -227,7 +268,7 @@ REQUIRED = dict(model_type="llama", **SIZES)
 OLD_LINEAR = {"type": "linear", "factor": 2.0}
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "mixtral", "qwen2"])
+@pytest.mark.parametrize("kind", [kind for kind in hf_config.FAMILIES if kind != "gpt2"])
 @pytest.mark.parametrize(
     "fields",
     [
@@ -241,7 +282,8 @@ OLD_LINEAR = {"type": "linear", "factor": 2.0}
     ],
 )
 def test_defaults_and_precedence_are_transformers(tmp_path, kind, fields):
-    sizes = dict(hidden_size=128, num_attention_heads=32, num_local_experts=4)
+    sizes = dict(hidden_size=128, num_attention_heads=32, num_local_experts=4, num_experts=4)
+    sizes |= dict(moe_intermediate_size=8, shared_expert_intermediate_size=16)
     content = REQUIRED | sizes | {"num_experts_per_tok": 2} | fields | {"model_type": kind}
     del content["num_key_value_heads"]
     (tmp_path / "config.json").write_text(json.dumps(content))
@@ -258,6 +300,16 @@ def test_defaults_and_precedence_are_transformers(tmp_path, kind, fields):
     assert (ours.rope_scaling is None) == (rope["rope_type"] == "default")
     if ours.rope_scaling:
         assert hf_config.write(ours)["rope_scaling"].items() <= rope.items()
+
+
+@pytest.mark.parametrize("more", [{}, dict(beta_fast=8, beta_slow=2, attention_factor=1.3)])
+def test_yarn_is_transformers(more):
+    fields = SIZES | WIDE | dict(rope_parameters=YARN | more)
+    config = transformers.Qwen3Config(**fields)
+    right = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["yarn"](config)
+    _, ours = hf_config.rope_of(hf_config.DEFAULTS | config.to_dict())
+    frequencies, factor = ours(torch.empty(8))
+    assert torch.equal(frequencies, right[0]) and factor == right[1]
 
 
 @pytest.mark.parametrize(
@@ -278,13 +330,16 @@ def test_a_sliding_window_ends_the_context(kind, fields, context):
 
 UNKNOWN = [({name: "x"}, f'{name} is "x", and only') for name in hf_config.KNOWN]
 UNKNOWN += [
-    ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, 'type "yarn"'),
+    ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, 'type "longrope"'),
     ({"rope_scaling": {"type": "linear"}}, "has no factor"),
     ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "only 1 or null is known"),
-    ({"head_dim": 16}, "heads of 16, not 32 / 4"),
+    ({"head_dim": 15}, "need an even head size, not 15"),
+    ({"activation_function": "gelu"}, "is the exact gelu, and GPT-2's, here, is its approximation"),
+    ({"model_type": "smollm3", "no_rope_layers": [1, 0, 0, 1]}, "not every so many-th layer"),
     ({"hidden_size": 33}, "width 33 is not a multiple of 4 heads"),
     ({"model_type": "mixtral"}, "has no num_local_experts"),
-    ({"model_type": "bert"}, 'model_type is "bert": .* and qwen2 can be read'),
+    ({"model_type": "bert"}, 'model_type is "bert", and only gpt2, .*, granite can be read'),
+    ({"model_type": None}, "model_type is null, and only gpt2, .*, granite can be read"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Real weights in and out: Hugging Face folders of GPT-2, Llama, Mistral, Mixtral and Qwen2 models.
+"""Real weights in and out: Hugging Face folders of the families that hf_config.py lists.
 
 A folder holds config.json (hf_config.py reads it) and the weights: model.safetensors, or several
 files and model.safetensors.index.json, which names them. `Folder` reads it. Asked for a parameter
@@ -7,8 +7,8 @@ by our name, it returns the whole parameter, made from the folder's tensors:
     ours                        Llama and those after it                 GPT-2 (stored (in, out))
     attn.qkv (q..q k v | ...)   q_proj, k_proj, v_proj                   c_attn, columns q | k | v
     mlp.gate, up, down          gate_proj, up_proj, down_proj            -, c_fc, c_proj
-    mlp.experts.gate, up, down  block_sparse_moe.experts.N.w1, w3, w2    -
-    (E, out, in)
+    mlp.experts.gate, up, down  experts.N.gate_proj, up_proj, down_proj  -
+    (E, out, in)                (Mixtral: w1, w3, w2)
     head.out                    lm_head, or the embedding if tied        the embedding
 
 The model's filling calls it in the place of random numbers, so every layout is filled as ever: each
@@ -39,8 +39,8 @@ CONTEXT = 1024  # the default of --context is at most this
 
 def add_flags(parser):
     g = parser.add_argument_group("real weights (see trainer/pretrained.py)")
-    why = "start from a Hugging Face folder of a GPT-2, Llama, Mistral, Mixtral or Qwen2 model, in "
-    why += f"any layout; --context is then at most {CONTEXT} by default"
+    why = f"start from a Hugging Face folder of one of {', '.join(hf_config.FAMILIES)}, in any "
+    why += f"layout; --context is then at most {CONTEXT} by default"
     g.add_argument("--init-from", metavar="FOLDER", help=why)
     why = "write the model at the end as a folder that transformers loads"
     g.add_argument("--export", metavar="FOLDER", help=why)
@@ -111,34 +111,51 @@ NAMES = {
     "embed.position": ("transformer.wpe", None),
     "attn_norm": ("ln_1", "input_layernorm"),
     "attn.qkv": ("attn.c_attn", None),
+    "attn.q_norm": (None, "self_attn.q_norm"),
+    "attn.k_norm": (None, "self_attn.k_norm"),
     "attn.proj": ("attn.c_proj", "self_attn.o_proj"),
     "mlp_norm": ("ln_2", "post_attention_layernorm"),
     "mlp.gate": (None, "mlp.gate_proj"),
     "mlp.up": ("mlp.c_fc", "mlp.up_proj"),
     "mlp.down": ("mlp.c_proj", "mlp.down_proj"),
-    "mlp.router": (None, "block_sparse_moe.gate"),
+    "mlp.router": (None, "mlp.gate"),
+    "mlp.shared_gate": (None, "mlp.shared_expert_gate"),
+    "mlp.shared.gate": (None, "mlp.shared_expert.gate_proj"),
+    "mlp.shared.up": (None, "mlp.shared_expert.up_proj"),
+    "mlp.shared.down": (None, "mlp.shared_expert.down_proj"),
     "head.norm": ("transformer.ln_f", "model.norm"),
     "head.out": ("lm_head", "lm_head"),
 }
-EXPERTS = {"gate": "w1", "up": "w3", "down": "w2"}
+# Mixtral's are others
+EXPERTS = "mlp.experts", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+MIXTRAL_EXPERTS = "block_sparse_moe.experts", {"gate": "w1", "up": "w3", "down": "w2"}
+MIXTRAL = {"mlp.router": (None, "block_sparse_moe.gate")}
+# Norms after attention and MLP: OLMo 2's
+NORMS_AFTER = {
+    "attn_norm": (None, "post_attention_layernorm"),
+    "mlp_norm": (None, "post_feedforward_layernorm"),
+}
 
 
 def theirs(name, config):
     """What a parameter of ours is made of: (their names, make ours from theirs, make theirs from
     ours)."""
-    is_gpt2, block, inner = config.norm == "layernorm", "", name
+    family, block, inner = hf_config.family_of(config), "", name
+    is_gpt2 = family == "gpt2"
     if name.startswith("blocks."):
         _, layer, inner = name.split(".", 2)
         block = f"transformer.h.{layer}." if is_gpt2 else f"model.layers.{layer}."
     module, kind = inner.rsplit(".", 1)
     if module == "mlp.experts":
-        one = f"{block}block_sparse_moe.experts.{{}}.{EXPERTS[kind]}.weight"
-        names = [one.format(expert) for expert in range(config.experts)]
+        experts, projections = MIXTRAL_EXPERTS if family == "mixtral" else EXPERTS
+        last = f"{projections[kind]}.weight"
+        names = [f"{block}{experts}.{expert}.{last}" for expert in range(config.experts)]
         return names, lambda *each: torch.stack(each), list
     if module == "attn.qkv" and not is_gpt2:
         names = [f"{block}self_attn.{x}_proj.{kind}" for x in "qkv"]
         return names, lambda *qkv: join_heads(*qkv, config), lambda x: split_heads(x, config)
-    of_gpt2, of_llama = NAMES[module]
+    table = NAMES | (MIXTRAL if family == "mixtral" else {})
+    of_gpt2, of_llama = (table | (NORMS_AFTER if config.norm_after else {}))[module]
     names = [f"{block}{of_gpt2 if is_gpt2 else of_llama}.{kind}"]
     if module == "attn.qkv":  # t() leaves a bias as it is
         cut = lambda x: [torch.cat(split_heads(x, config)).t()]  # noqa: E731
@@ -156,8 +173,8 @@ def join_heads(q, k, v, config):
 
 def split_heads(qkv, config):
     """The way back."""
-    queries, size = config.heads // config.kv_heads, config.width // config.heads
-    groups = qkv.unflatten(0, (config.kv_heads, queries + 2, size))
+    queries = config.heads // config.kv_heads
+    groups = qkv.unflatten(0, (config.kv_heads, queries + 2, config.head_dim))
     return [x.flatten(0, 2) for x in groups.split((queries, 1, 1), dim=1)]
 
 
@@ -182,6 +199,8 @@ def recorder_names(folder):
 BUFFERS = r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias"
 BUFFERS += r"|(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
 HEAD = "lm_head.weight"
+CONVERT = "from transformers import AutoModelForCausalLM as M; "
+CONVERT += "M.from_pretrained({0!r}, dtype='auto').save_pretrained({0!r})"
 
 
 def files_of(folder):
@@ -202,7 +221,13 @@ class Folder:
     def __init__(self, folder, config):
         self.folder, self.config = pathlib.Path(folder), config
         self.files = {}  # {tensor's name: (its open file, its name there)}
-        for name in files_of(self.folder):
+        found = files_of(self.folder)
+        pickled = sorted(path.name for path in self.folder.glob("pytorch_model*.bin*"))
+        if pickled and not (self.folder / found[0]).exists():
+            advice = f'python -c "{CONVERT.format(str(self.folder))}"'
+            what = f"{self.folder} has its weights as {pickled[0]}, and only safetensors are read"
+            raise ValueError(f"{what}: convert them once with {advice}")
+        for name in found:
             try:
                 files.check_regular(self.folder / name)
                 file = safe_open(self.folder / name, framework="pt")
