@@ -58,6 +58,8 @@ class DDP:
     bucket_bytes  of the largest bucket; a larger parameter has one of its own
     overlap       False: nothing is sent before finish()
     all_reduce    in place of torch's: (flat, group=group) -> a handle with wait(), or None if done
+    groups_of     beside another technique: advanced/composition.py. p -> the groups over which
+                  p.grad is summed, one after the other
 
     All ranks start with equal weights: not checked. A parameter that got no gradient has zeros, not
     None, so weight decay moves it. If backward raises, end the run on all ranks: others may wait.
@@ -65,7 +67,14 @@ class DDP:
     and for a p.grad that has left its bucket."""
 
     def __init__(
-        self, parameters, group, microbatches=1, bucket_bytes=25e6, overlap=True, all_reduce=None
+        self,
+        parameters,
+        group,
+        microbatches=1,
+        bucket_bytes=25e6,
+        overlap=True,
+        all_reduce=functools.partial(dist.all_reduce, async_op=True),
+        groups_of=None,
     ):
         # How many gradients a pass adds to p: as many as p is listed times
         grads_per_pass = Counter(parameters)
@@ -73,13 +82,15 @@ class DDP:
         if not trained:
             raise ValueError("no parameter needs a gradient: all frozen, or an iterator used up")
         self.parameters, self.microbatches = list(grads_per_pass), microbatches
-        self.overlap = overlap
-        self.all_reduce = all_reduce or functools.partial(dist.all_reduce, async_op=True)
+        self.overlap, self.all_reduce = overlap, all_reduce
         self.buckets = []
-        kinds = {p: (p.dtype, p.device, groups_of(p, group)) for p in trained}
+        if groups_of is None and any(hasattr(p, "placement") for p in trained):
+            raise ValueError("another technique has cut the model: give groups_of")
+        groups = {p: groups_of(p) if groups_of else (group,) for p in trained}
+        kinds = {p: (p.dtype, p.device, groups[p]) for p in trained}
         for members in group_parameters(trained, bucket_bytes, kinds.get):
             grads_per_step = microbatches * sum(grads_per_pass[p] for p in members)
-            bucket = Bucket(members, groups_of(members[0], group), grads_per_step)
+            bucket = Bucket(members, groups[members[0]], grads_per_step)
             for p in members:
                 p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket))
             self.buckets.append(bucket)
@@ -139,7 +150,7 @@ class Bucket:
     Autograd adds in place to a p.grad that exists, so nothing is copied."""
 
     def __init__(self, parameters, groups, grads_per_step):
-        self.groups = groups  # mostly one. The sum goes over one after the other: see groups_of
+        self.groups = groups  # mostly one
         self.grads_per_step = grads_per_step  # after so many gradients the bucket is full
         sizes = [p.numel() for p in parameters]
         self.flat = parameters[0].new_zeros(sum(sizes))
@@ -166,17 +177,6 @@ def group_parameters(parameters, bucket_bytes, kind_of):
         members.append(p)
     # Lists of different kinds overlap: in the order of their last parameters
     return sorted(lists, key=lambda members: position[members[-1]])
-
-
-# --- together with another kind of parallelism: docs/use/two-techniques.md
-
-
-def groups_of(p, group):
-    """The groups over which p.grad is summed, one after the other. That is `group`, unless another
-    technique has set p.placement: "data" is the group that has replicas of p (fewer ranks for an
-    expert), "partial" lists groups over which a sum is still open (a tied matrix's two stages)."""
-    placement = getattr(p, "placement", {})
-    return (placement.get("data") or group, *placement.get("partial", ()))
 
 
 # --- demo ---

@@ -124,31 +124,27 @@ class FSDP(ZeRO):
         self.unit_in_backward = None  # the one whose backward is running
         self.done = set()  # units whose backward is over, in this pass
         self.held = ()  # the one that runs or ran last, and the one that is likely to be next
-        self.units = self.make_units(model, units)
-        self.units_of = dict.fromkeys(model.parameters(), ())
+        self.units = []
+        for stage, module in model.items() if isinstance(model, dict) else [(None, model)]:
+            self.units += make_units(module, units, stage)
+        self.units_of = {}
         for unit in self.units:
             for p in unit.module.parameters():
-                self.units_of[p] += (unit,)
+                self.units_of[p] = (*self.units_of.get(p, ()), unit)
         # Stage 2 with a bucket per unit, of any size. It calls kind_of and make_bucket, below
         super().__init__(model, group, 2, make_optimizer, bucket_bytes=float("inf"), **options)
         for unit in self.units:
             unit.module.register_forward_pre_hook(partial(self._before_forward, unit))
             unit.module.register_forward_hook(partial(self._after_forward, unit), with_kwargs=True)
-        for module in model.modules():
+        for module in self.model.modules():
             module.register_state_dict_pre_hook(refuse_state_dict)
             module.register_load_state_dict_pre_hook(refuse_state_dict)
 
-    def make_units(self, model, modules):
-        units = [Unit(module) for module in (default_units(model) if modules is None else modules)]
-        for unit, next_unit in pairwise(units):
-            unit.next, next_unit.previous = next_unit, unit
-        return units
-
     def kind_of(self, p):
-        return *super().kind_of(p), self.units_of[p]
+        return *super().kind_of(p), self.units_of.get(p)
 
     def make_bucket(self, parameters, **options):
-        units = self.units_of[parameters[0]]
+        units = self.units_of.get(parameters[0], ())
         bucket = super().make_bucket(parameters, stage=3 if units else 2, **options)
         bucket.units = units
         if units:
@@ -201,13 +197,12 @@ class FSDP(ZeRO):
         self.held = [u for u in (unit, likely_next) if u]
 
     def release_all(self):
-        for unit in self.running_units():
-            unit.release()
+        for unit in self.units:
+            # Another stage's may be between its forward and its backward
+            if self.action is None or self.action.stage == unit.stage:
+                unit.release()
         self.held, self.unit_in_backward = (), None
         self.done.clear()
-
-    def running_units(self):  # beside a pipeline: those of one stage
-        return self.units
 
     def update_weights(self, buckets=None):
         self.release_all()  # a unit left by a forward without backward has the old weights
@@ -223,8 +218,8 @@ class Unit:
     a gather waits for what is queued there, and release() makes the stream wait for the gather. So
     nothing can write memory that a matmul still reads."""
 
-    def __init__(self, module):
-        self.module, self.buckets = module, []
+    def __init__(self, module, stage=None):
+        self.module, self.stage, self.buckets = module, stage, []  # stage: of a pipeline
         self.previous = self.next = None  # its neighbours in the order of forward
 
     def gather(self):
@@ -240,6 +235,17 @@ class Unit:
             if not bucket.users:
                 await_weights([bucket])
                 bucket.weights.untyped_storage().resize_(0)
+
+
+def make_units(model, modules, stage):
+    """The Units of a model, or of a stage of a pipeline. modules: None, or those of all stages."""
+    if modules is None:
+        modules = default_units(model)
+    own = set(model.modules())
+    units = [Unit(module, stage) for module in modules if module in own]
+    for unit, next_unit in pairwise(units):
+        unit.next, next_unit.previous = next_unit, unit
+    return units
 
 
 def outputs_with_gradient(module, inputs, keyword_inputs, output):

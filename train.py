@@ -47,7 +47,6 @@ import expert_parallel
 import fsdp
 import mixture
 import muon
-import muon_in_grid
 import packed_documents
 import pipeline
 import proof
@@ -56,7 +55,7 @@ import receipts.pipeline
 import sequence_parallel
 import tensor_overlap
 import tensor_parallel
-import zero_in_grid
+import zero
 from harness import initialize, zero_flags
 from simulator import command
 from trainer import (
@@ -130,8 +129,9 @@ def train_step(runner, batches):
     loss = runner.forward_backward(batches)
     optimizer.finish()  # waits for the gradients' sums over replicas, which began in backward
     harness.sum_over([groups["dp"], groups["pp"]], loss)  # of all tokens, on every rank
-    # Of the whole gradient. The optimizer knows dp; tp: other shards; pp: other layers
-    norm = optimizer.grad_norm([groups["tp"]], groups["pp"])
+    # Of the whole gradient. dp: copies, or ZeRO's shards; tp: other shards; pp: other layers
+    parts, grid = optimizer.gradient_parts(), [groups["dp"], groups["tp"]]
+    norm = composition.norm_in_grid(parts, grid, groups["pp"])
     # If loss or norm is not finite the optimizer's step will change nothing: it gets a tensor
     # found_inf. So the host can queue the step now, and wait for both numbers at the end
     all_finite = runner.check(batches, loss, norm)
@@ -223,7 +223,8 @@ def build(run, schedule, groups):
             packed_documents.attend_by_document(part)  # faster than one process's mask
         if args.ep > 1:
             options = dict(chunks=args.expert_chunks, before_wait=turns.turn)
-            expert_parallel.parallelize_experts(part, groups["ep"], groups["copies"], **options)
+            copies = zero_flags.data_group(groups, "copies")
+            expert_parallel.parallelize_experts(part, groups["ep"], copies, **options)
         harness.recompute(part, args.recompute)
         if args.compile:
             harness.compile_blocks(part)
@@ -236,7 +237,8 @@ def data_parallel(run, model, groups):
     """Returns the object that sums gradients over the replicas and takes the step: DDP with an
     optimizer of torch's, Muon, ZeRO or FSDP. It also fills the model with weights, because ZeRO and
     FSDP do that piece by piece. All four have the methods of DDPAndOptimizer, below."""
-    args, dp = run.args, groups["dp"]
+    args, dp = run.args, zero_flags.data_group(groups, "dp")
+    groups_of = composition.groups_in_grid(model.parameters(), dp)
     draw = pretrained.Folder(args.init_from, run.config).draw if args.init_from else initialize.draw
     # Mixed precision needs ZeRO, if only its stage 0, which keeps master weights in --dtype
     one_dtype = args.dtype == args.param_dtype == args.reduce_dtype
@@ -245,8 +247,9 @@ def data_parallel(run, model, groups):
         all_reduce = functools.partial(harness.all_reduce, async_op=True)
         bucket_bytes = int(args.bucket_mb * 2**20)
         # uses() lists a tied matrix twice if this rank has both ends: it gets two gradients
-        sync = ddp.DDP(model.uses(), dp, args.microbatches, bucket_bytes, all_reduce=all_reduce)
-        return DDPAndOptimizer(sync, harness.make_optimizer(model.parameters(), args), dp)
+        options = dict(all_reduce=all_reduce, groups_of=groups_of)
+        sync = ddp.DDP(model.uses(), dp, args.microbatches, bucket_bytes, **options)
+        return DDPAndOptimizer(sync, harness.make_optimizer(model.parameters(), args))
 
     # A rank's stages take turns in backward: Muon, ZeRO and FSDP count each one's passes
     stages = {int(stage): part for stage, part in model.parts.items()}
@@ -255,20 +258,19 @@ def data_parallel(run, model, groups):
         run.make_optimizer = receipts.muon.one_process(muon.PlainMuon)  # --prove trains with it
         matrices = [p for part in stages.values() for p in part.blocks.parameters() if p.dim() > 1]
         options = dict(lr=args.lr, weight_decay=args.weight_decay, microbatches=args.microbatches)
-        return muon_in_grid.ComposedMuon(model, dp, matrices, pipeline_stages=stages, **options)
+        return muon.Muon(stages, dp, matrices, groups_of=groups_of, **options)
 
     options = dict(
         make_optimizer=functools.partial(harness.make_optimizer, args=args),
         microbatches=args.microbatches,
-        pipeline_stages=stages,
-        hsdp=zero_flags.hsdp(groups),
+        groups_of=groups_of,
         **zero_flags.options(run, model, args.zero, draw),
     )
     if args.offload:
         options["bucket_class"] = zero_options.OffloadedBucket
     if args.zero == 3:
-        return zero_in_grid.FSDPInPipeline(model, dp, **options)
-    sharded = zero_in_grid.ZeROInPipeline(model, dp, args.zero, **options)
+        return fsdp.FSDP(stages, dp, **options)
+    sharded = zero.ZeRO(stages, dp, args.zero, **options)
     # Overlap: a unit waits for its new weights in its forward. Islands read all of them before
     if args.islands == 1:
         units = [unit for part in stages.values() for unit in fsdp.default_units(part)]
@@ -279,18 +281,16 @@ def data_parallel(run, model, groups):
 class DDPAndOptimizer:
     """DDP and an optimizer of torch's, as one object with the methods that train_step calls."""
 
-    def __init__(self, sync, optimizer, group):
-        self.sync, self.optimizer, self.group = sync, optimizer, group
+    def __init__(self, sync, optimizer):
+        self.sync, self.optimizer = sync, optimizer
         self.param_groups = optimizer.param_groups  # for learning rates
         # Starts a step: from here on backward passes start sums
         self.zero_grad = sync.zero_grad
         # Waits for the sums. Then p.grad, or ZeRO's shard of it, is that of the batch
         self.finish = sync.finish
 
-    def grad_norm(self, groups, pipeline_group):  # of the whole gradient, the same on all ranks
-        parts = [(p, p.grad, 1) for p in self.sync.parameters if p.grad is not None]
-        device = self.sync.parameters[0].device
-        return composition.norm_of_parts(parts, [self.group, *groups], device, pipeline_group)
+    def gradient_parts(self):  # for the norm
+        return composition.whole_gradients(self.sync.parameters)
 
     def clip(self, norm, limit):
         harness.clip(self.sync.parameters, norm, limit)

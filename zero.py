@@ -30,6 +30,7 @@ Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054.
 """
 
 import argparse
+import contextlib
 import functools
 from itertools import accumulate
 
@@ -40,6 +41,8 @@ import torch.nn as nn
 # torch 2.13 renamed them; older versions know only the second name
 all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+ranks_of = dist.get_process_group_ranks
 
 # --- stages 1 and 2 in their plainest form
 
@@ -58,6 +61,8 @@ class PlainZeRO:
         self.group, self.parameters = group, list(model.parameters())
         if len({(p.dtype, p.requires_grad) for p in self.parameters}) > 1:
             raise ValueError("one flat tensor can't hold two dtypes, or frozen weights: take ZeRO")
+        if any(hasattr(p, "placement") for p in self.parameters):
+            raise ValueError("another technique has cut the model: take ZeRO, with groups_of")
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         size = sum(p.numel() for p in self.parameters)
         length = -(-size // ranks)  # of a shard, rounded up
@@ -115,7 +120,14 @@ class ZeRO:
     microbatches    backward passes of a step
     bucket_bytes    of the largest bucket; a larger parameter has one of its own
     reduce_scatter  in place of torch's: (shard, full, group=group) -> a handle with wait()
+    groups_of       beside another technique: advanced/composition.py. p -> (the group over which
+                    p's gradient is summed and sharded, groups over which shards are summed then)
     options         of ShardedBucket, such as param_dtype=torch.bfloat16
+
+    In place of `group` a pair (node, across) is HSDP: each node holds a whole copy of the states,
+    split over its own ranks; `across` are the ranks of all nodes with the same shard. In place of
+    the model {stage: module}: the stages of a pipeline that this rank has. Each has backward passes
+    of its own. Where there are several, the pipeline takes around=zero.around.
 
     Before ZeRO(...), on all ranks alike: load, tie and freeze the weights, move and cast the model.
     (torch's DDP broadcasts rank 0's; ZeRO doesn't.) Activation checkpointing needs
@@ -130,20 +142,31 @@ class ZeRO:
         microbatches=1,
         bucket_bytes=25 << 20,
         reduce_scatter=functools.partial(reduce_scatter_tensor, async_op=True),
+        groups_of=None,
         **options,
     ):
         if stage not in (0, 1, 2):
             raise ValueError(f"there is no stage {stage!r} of ZeRO: 0, 1 or 2; 3 is fsdp.FSDP")
-        if not self.takes_shards and any(hasattr(p, "placement") for p in model.parameters()):
-            raise ValueError("another technique has cut the model: take ComposedZeRO")
-        self.model, self.group, self.stage, self.microbatches = model, group, stage, microbatches
+        stages = model if isinstance(model, dict) else {None: model}
+        self.stages_of = {}  # {parameter: the stages whose backward fills it}
+        for number, module in stages.items():
+            for p in module.parameters():
+                self.stages_of[p] = (*self.stages_of.get(p, ()), number)
+        if groups_of is None and any(hasattr(p, "placement") for p in self.stages_of):
+            raise ValueError("another technique has cut the model: give groups_of")
+        self.in_grid, self.groups_of = groups_of is not None, groups_of or (lambda p: (group,))
+        self.model = nn.ModuleList(stages.values()) if isinstance(model, dict) else model
+        self.group = group[0] if isinstance(group, tuple) else group
+        self.stage, self.microbatches = stage, microbatches
         self.reduce_scatter = reduce_scatter
+        self.action = None  # what a pipeline is running
         # Of the gradients: "zero", "arriving" in a backward pass, "local", "summed" by finish()
         self.state = "summed"
         self.queue = []  # buckets that the running backward pass has yet to reduce, in this order
         self.reductions = []  # (bucket, handle) of those on their way
+        self.sums_across = []  # handles, of HSDP
         self.buckets = []
-        for parameters in group_parameters(model.parameters(), bucket_bytes, self.kind_of):
+        for parameters in group_parameters(self.model.parameters(), bucket_bytes, self.kind_of):
             self.buckets.append(self.make_bucket(parameters, **options))
         self.awaited = self.buckets  # step() waits until these have their new weights
         self.trained_buckets = [bucket for bucket in self.buckets if bucket.trainable]
@@ -181,6 +204,8 @@ class ZeRO:
 
     def _reduce_ready(self, anyway=()):
         """Start to reduce the queue's next buckets, as long as they are full or in `anyway`."""
+        if self.action and self.action.kind == "I":  # the weights' gradients follow, in "W"
+            return
         # All ranks start them in one order, or they would add up the wrong buckets, silently. So a
         # bucket that is full early waits for those before it
         while self.queue and (all(self.queue[0].arrived) or self.queue[0] in anyway):
@@ -204,7 +229,9 @@ class ZeRO:
             if reduction is not None:
                 reduction.wait()
             bucket.keep_shard()
-            self.shard_is_summed(bucket)
+            if bucket.across is not None and bucket.passes_left == 0:
+                options = dict(group=bucket.across, async_op=True)
+                self.sums_across.append(dist.all_reduce(bucket.gradient_shard, **options))
 
     def finish(self):
         """Wait until all gradients are summed. grad_norm(), clip() and step() call it."""
@@ -216,6 +243,12 @@ class ZeRO:
             self.queue = self.buckets_of_pass()
             self._reduce_ready(anyway=list(self.queue))
             self._wait()  # a bucket has one reduction at a time
+        while self.sums_across:
+            self.sums_across.pop().wait()
+        # Not in backward: two stages of a pipeline that share a matrix would wait for each other
+        for bucket in self.trained_buckets:
+            for group in bucket.partial:
+                dist.all_reduce(bucket.gradient_shard, group=group)
         self.state = "summed"
 
     def step(self):
@@ -237,6 +270,8 @@ class ZeRO:
     def grad_norm(self):
         """The norm of the whole gradient: a float64 scalar, the same on all ranks."""
         self.finish()
+        if self.in_grid:
+            raise RuntimeError("other ranks have other parts: take norm_in_grid(gradient_parts())")
         shards = [bucket.gradient_shard for bucket in self.trained_buckets]
         if self.stage == 0:  # each rank has the whole gradient
             return torch.stack(torch._foreach_norm(shards, dtype=torch.float64)).norm()
@@ -265,22 +300,47 @@ class ZeRO:
                     copy.grad = gradients[place].view(p.shape).to(copy, copy=True)
         return [(name, copies[p]) for name, p in named]
 
-    # --- what FSDP, and ZeRO beside other kinds of parallelism, override
-
-    takes_shards = False  # whether another technique may have cut the model
+    # --- what FSDP adds to
 
     def kind_of(self, p):  # equal for all parameters of a bucket
-        return p.requires_grad, p.dtype, p.device
+        return p.requires_grad, p.dtype, p.device, self.groups_of(p), self.stages_of[p]
 
-    def make_bucket(self, parameters, bucket_class=None, **options):
-        options = dict(group=self.group, stage=self.stage, passes=self.microbatches) | options
-        return (bucket_class or ShardedBucket)(parameters, **options)
+    def make_bucket(self, parameters, stage=None, bucket_class=None, **options):
+        group, *partial = self.groups_of(parameters[0])
+        node, across = group if isinstance(group, tuple) else (group, None)
+        if across and len({*ranks_of(node)} & {*ranks_of(across)}) > 1:
+            raise ValueError("HSDP: give (node, across), which have only this rank in common")
+        stages = self.stages_of[parameters[0]]
+        options |= dict(stage=stage or self.stage, passes=self.microbatches * len(stages))
+        bucket = (bucket_class or ShardedBucket)(parameters, node, **options)
+        bucket.across, bucket.partial, bucket.pipeline_stages = across, partial, stages
+        return bucket
 
-    def buckets_of_pass(self):  # those that a backward pass fills
-        return [bucket for bucket in self.trained_buckets if bucket.passes_left > 0]
+    # --- beside another technique: advanced/composition.py
 
-    def shard_is_summed(self, bucket):  # over the group
-        pass
+    def gradient_parts(self):
+        """For the norm: [(parameter, this rank's part of its gradient, split over how many)]."""
+        self.finish()
+        parts = []
+        for bucket in self.buckets:
+            for i, p in enumerate(bucket.parameters):
+                part = bucket.part_of(i, bucket.gradient_shard) if bucket.trainable else None
+                parts.append((p, part, bucket.ranks))
+        return parts
+
+    @contextlib.contextmanager
+    def around(self, action):
+        """A pipeline enters it around each action that it runs."""
+        self.action = action
+        yield
+        self.action = None
+
+    def buckets_of_pass(self):
+        """Those that the running backward pass fills: its stage's."""
+        buckets = [bucket for bucket in self.trained_buckets if bucket.passes_left > 0]
+        if self.action is None:
+            return buckets
+        return [b for b in buckets if self.action.stage in b.pipeline_stages]
 
 
 class ShardedBucket:

@@ -5,34 +5,37 @@
     dp 1: the other half        rank 2                 rank 3
                                 a column has the same shard, so its ranks add up their gradients
 
-Order     First a technique cuts the model: its tensors, its experts or its layers. Then data
-          parallelism takes a rank's shards as the model of its column.
-Sum       Over a column: its ranks have the same shard and saw other data. Not over a row: backward
-          has completed the gradients there, a whole LayerNorm's too (by f, in tensor_parallel.py).
-          There are three exceptions, which the attribute p.placement names: experts, parameters
-          that saw a part of the tokens, and a matrix that two stages of a pipeline share.
+Order     First a technique cuts the model: its tensors, its experts or its layers. Then DDP, ZeRO,
+          FSDP or Muon take a rank's shards as the model of its column. Nothing else changes for
+          them but the answer to one question.
+Groups    Over which ranks is a parameter's gradient summed? Over a column: its ranks have the same
+          shard and saw other data. Not over a row: backward has completed the gradients there, a
+          whole LayerNorm's too (by f, in tensor_parallel.py). There are three exceptions: experts,
+          parameters that saw a part of the tokens, and a matrix on two stages of a pipeline.
+          groups_in_grid() below answers for each parameter.
 Norm      Every element counts once. A rank squares its part of each gradient and divides by the
           number of ranks that have the same part. All ranks of the grid add these up, and then
           the stages of a pipeline do.
 Sent      As by each alone, but data parallelism sends only a rank's shards. For the norm 8 bytes
           per group. What sends most goes into the rows, on neighbours in a node: here tp.
-Use       docs/use/two-techniques.md has loops for the usual pairs, and one for three techniques;
-          train.py composes all from flags. Here all sums wait for the end of backward: ddp.py,
-          zero_in_grid.py and muon_in_grid.py hide them.
 
-    torchrun --nproc_per_node=4 -m advanced.composition --tp 2
-    python -m advanced.composition --nproc 8 --tp 4
+    torchrun --nproc_per_node=4 -m advanced.composition
 
-Narayanan et al. 2021, arXiv:2104.04473, section 3.
+The demo runs seven pairs on a grid of 2 columns; copied flat it needs model.py, mixture.py and the
+lessons that it combines (its imports). docs/use/two-techniques.md has loops for your own model.
+
+Narayanan et al. 2021, arXiv:2104.04473, section 3. Zhao et al. 2023 (HSDP), arXiv:2304.11277.
 """
 
+import argparse
 import math
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-# --- the plainest form: sum each gradient over the right ranks, and count each element once.
-#     placed() reads p.placement, listed below. check_...(), at the end, refuse mistakes
+# --- the grid
 
 
 def groups_along(*sizes):
@@ -47,36 +50,8 @@ def groups_along(*sizes):
     return groups
 
 
-def sum_in_grid(parameters, data_group):
-    """After the last backward pass of a step: makes each p.grad that of the whole batch.
-
-        dp, tp = groups_along(-1, t)                 # this rank's column, and its row of t ranks
-        split(model, tp)                             # yours: see docs/use/two-techniques.md
-        # A row's ranks draw the same micro-batches, by dp.rank(). target_count: the valid targets
-        # of all rows' micro-batches together
-        for micro_batches, target_count in batches:
-            optimizer.zero_grad()
-            for x, y in micro_batches:
-                loss = cross_entropy(model(x), y, reduction="sum") / target_count
-                loss.backward()
-            sum_in_grid(model.parameters(), dp)      # over a column
-            norm = norm_in_grid(model.parameters(), [dp, tp])
-            torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
-            optimizer.step()
-
-    Before the split all ranks have equal weights. If the head is split too, take
-    VocabParallelCrossEntropy, of tensor_parallel.py. A parameter that no rank used gets zeros, so
-    weight decay moves it."""
-    for p in parameters:
-        if p.requires_grad:
-            replicas = placed(p, "data", data_group)
-            check_data_group(p, replicas)
-            if p.grad is None:  # this rank did not use p, but others wait for its part of the sum
-                p.grad = torch.zeros_like(p)
-            for group in [replicas, *placed(p, "partial", ())]:
-                dist.all_reduce(p.grad, group=group)
-
-
+# --- over which ranks each gradient is summed
+#
 # p.placement is a dict: what a technique did to p. Without it, as for a row-parallel layer's bias,
 # p is whole on every rank of a row.
 #
@@ -93,6 +68,26 @@ def sum_in_grid(parameters, data_group):
 #     "shape"    of the whole parameter
 
 
+def groups_in_grid(parameters, data_group):
+    """The groups_of that DDP, ZeRO, FSDP and Muon take: a function of a parameter that returns the
+    groups over which its gradient is summed, (data group, *partial). They shard over the first one.
+
+    data_group    this rank's column, or for HSDP a pair of groups: see ZeRO
+
+    Before the split all ranks have equal weights. The call sends, if a gradient is a partial sum:
+    all ranks that add one up must hold the same parameters in the same order. Raises ValueError if
+    they don't, and for a data_group over which p is cut: a sum would add different shards."""
+    parameters = [p for p in parameters if p.requires_grad]
+    for p in parameters:
+        check_data_group(p, placed(p, "data", data_group))
+    check_order(parameters)
+
+    def groups_of(p):
+        return (placed(p, "data", data_group), *placed(p, "partial", ()))
+
+    return groups_of
+
+
 def placed(p, key, default):
     """An entry of p.placement."""
     return getattr(p, "placement", {}).get(key) or default
@@ -103,42 +98,25 @@ def groups_cutting(p):
     return [group for group, _, _ in placed(p, "cuts", {}).values()]
 
 
-def norm_in_grid(parameters, groups, pipeline_group=None):
-    """The norm of the whole gradient, a float64 scalar, the same on all ranks.
+# --- the norm, in which each element counts once
 
+
+def norm_in_grid(parts, groups, pipeline_group=None):
+    """The norm of the whole gradient: a float64 scalar, the same on all ranks.
+
+    parts             gradient_parts() of ZeRO, FSDP or Muon; with DDP whole_gradients(parameters)
     groups            the dimensions of the grid in which ranks have shards or copies of the same
                       parameters: [dp, tp]. dp, too: it has copies, and experts may be cut over it
     pipeline_group    pp, if there is one. It is not in groups (not checked), because its ranks have
-                      other parameters. Leave a tied matrix out of `parameters` on one end"""
-    parameters = list(parameters)
-    trained = [p for p in parameters if p.grad is not None]
-    check_grid(trained, groups)
-    square = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
-    for p in trained:
-        # All ranks' squares are added. 2 x 2 ranks, tp cuts a matrix and leaves its bias whole:
-        # each half of the matrix is on 4 / 2 = 2 ranks, the bias on 4 / 1 = 4
-        copies = count_ranks(groups) / count_ranks(groups_cutting(p))
-        square += torch.linalg.vector_norm(p.grad, dtype=torch.float64).square() / copies
-    for group in groups if pipeline_group is None else [*groups, pipeline_group]:
-        dist.all_reduce(square, group=group)  # one dimension after the other: the whole grid
-    return square.sqrt()
-
-
-def count_ranks(groups):
-    return math.prod(dist.get_world_size(group) for group in groups)
-
-
-# --- the same norm, of parts of gradients: for zero_in_grid.py, muon_in_grid.py and train.py
-
-
-def norm_of_parts(parts, groups, device, pipeline_group=None):
-    """norm_in_grid with three changes. ZeRO leaves a rank a shard of each gradient. A tied matrix
-    counts once. Gradients with equally many copies are squared together, in few kernels.
-
-    parts    [(parameter, what this rank has of its gradient, into how many shards it is split)]"""
+                      other parameters. A tied matrix is on two of them, and counts once"""
+    device = parts[0][0].device
+    parts = [part for part in parts if part[1] is not None]
     check_grid([p for p, _, _ in parts], groups)
     gradients = {}  # {number of ranks that have the same part: gradients}
     for p, gradient, shards in parts:
+        # All ranks' squares are added. 2 x 2 ranks, tp cuts a matrix and leaves its bias whole:
+        # each half of the matrix is on 4 / 2 = 2 ranks, the bias on 4 / 1 = 4. ZeRO's shards over
+        # the 2 ranks of dp are on half as many
         copies = count_ranks(groups) / count_ranks(groups_cutting(p)) / shards
         for group in placed(p, "partial", ()):
             if pipeline_group is not None and is_within(group, pipeline_group):
@@ -150,19 +128,51 @@ def norm_of_parts(parts, groups, device, pipeline_group=None):
         square += norms.square().sum() / copies
     for group in groups if pipeline_group is None else [*groups, pipeline_group]:
         if dist.get_world_size(group) > 1:
-            dist.all_reduce(square, group=group)
+            dist.all_reduce(square, group=group)  # a dimension after the other: the whole grid
     return square.sqrt()
+
+
+def whole_gradients(parameters):
+    """The parts of a rank whose gradients no data-parallel rank shards."""
+    return [(p, p.grad, 1) for p in parameters]
+
+
+def count_ranks(groups):
+    return math.prod(dist.get_world_size(group) for group in groups)
 
 
 # --- mistakes that would be silent: refused
 
 
 def check_data_group(p, data_group):
-    ranks = set(dist.get_process_group_ranks(data_group))
+    ranks = set()
+    for group in data_group if isinstance(data_group, tuple) else [data_group]:
+        ranks.update(dist.get_process_group_ranks(group))
     for cut_over in groups_cutting(p):
         if len(ranks.intersection(dist.get_process_group_ranks(cut_over))) > 1:
             advice = "give a column; for experts data_group, their replicas or this rank alone"
             raise ValueError(f"a sum over {sorted(ranks)} would add different shards: {advice}")
+
+
+def check_order(parameters):
+    """Partial sums are added in flat buckets. What is equal on all ranks of the group, before the
+    first step, is the same parameter."""
+    held = {}  # {group: of each parameter its shape and first elements}
+    for p in parameters:
+        for group in placed(p, "partial", ()):
+            first = p.detach().flatten()[:16].tolist() if has_memory(p) else None
+            held.setdefault(group, []).append((tuple(p.shape), first))
+    for group in sorted(held, key=dist.get_process_group_ranks):  # on all ranks in one order
+        found = [None] * dist.get_world_size(group)
+        dist.all_gather_object(found, held[group], group=group)
+        if any(other != held[group] for other in found):
+            ranks = dist.get_process_group_ranks(group)
+            advice = "list them alike, with equal weights"
+            raise ValueError(f"ranks {ranks} share parameters in another order: {advice}")
+
+
+def has_memory(p):  # not on the meta device, nor expanded from one element
+    return not p.is_meta and p.untyped_storage().nbytes() >= p.nbytes
 
 
 def check_grid(parameters, groups):
@@ -184,69 +194,237 @@ def is_within(inner, outer):
 
 # --- demo ---
 
-import harness
-import proof
-import receipts.ddp
-import receipts.tensor_parallel
-import tensor_parallel
-from receipts.formulas import Group, add, sizes_of
+if __name__ == "__main__":  # importing this file needs no other
+    from context_parallel import Ring, parallelize_context, shard_sequence
+    from ddp import DDP
+    from expert_parallel import experts_of_ranks, parallelize_experts
+    from fsdp import FSDP
+    from model import GPT, IGNORE, Config, OneProcess, Sent, join_ranks, leave, text_batch
+    from pipeline import Schedule, gpt_stages, make_links, one_f_one_b, open_links
+    from tensor_parallel import parallelize_tensors
+    from zero import ZeRO
+    from zero_bubble import SplitPipeline, zb_v
+
+AdamW = torch.optim.AdamW
+M, L, T, C, EXPERTS = 4, 4, 32, 32, 5  # micro-batches; layers, context, width of the model
 
 
-def flags():
-    parser = harness.parser(__doc__)
-    g = parser.add_argument_group("the grid")
-    why = "ranks of a row, for tensor parallelism (default: 2)"
-    g.add_argument("--tp", **harness.POSITIVE, help=why)
-    return parser
+class Recipe(NamedTuple):
+    sums: object  # DDP, ZeRO or FSDP
+    run: object  # (tokens, targets, count) -> the loss of this rank's tokens, after all backwards
+    data: object  # the group whose ranks have other rows of the batch
+    grid: list  # of norm_in_grid
+    formula: object  # number of this rank's rows -> the bytes that it sends, but for the norm
+    pp: object = None
+    stages: object = None
+
+
+def tensor_ddp(model, one, dp, tp):
+    parallelize_tensors(model, tp)
+    parameters = list(model.parameters())
+    sync = DDP(parameters, dp, M, groups_of=groups_in_grid(parameters, dp))
+    formula = partial(tensor_bytes, tp, 2 * r(dp) * size_of(parameters))
+    return Recipe(sync, micro_batches(model), dp, [dp, tp], formula)
+
+
+def tensor_zero(model, one, dp, tp):
+    parallelize_tensors(model, tp)
+    groups_of = groups_in_grid(model.parameters(), dp)
+    zero = ZeRO(model, dp, 1, AdamW, M, groups_of=groups_of)
+    formula = partial(tensor_bytes, tp, 2 * r(dp) * zero_size(zero))
+    return Recipe(zero, micro_batches(model), dp, [dp, tp], formula)
+
+
+def fsdp_context(model, one, dp, cp):
+    everyone, ring = dist.group.WORLD, Ring(cp)  # all have the same weights, and other tokens
+    parallelize_context(model, ring)
+    fsdp = FSDP(model, everyone, AdamW, microbatches=M)
+    held = ring.positions(T).to(fsdp.buckets[0].shard.device)
+
+    def shard(x, y):  # padding must have some position
+        return shard_sequence(x, held), held.clamp(max=T - 1), shard_sequence(y, held, IGNORE)
+
+    def formula(rows):
+        keys = rows * cp.size() * len(held) * C * 8
+        return L * (4 * r(cp) + 2) * keys + r(everyone) * gathered(fsdp)
+
+    return Recipe(fsdp, micro_batches(model, shard), dp, [everyone], formula)
+
+
+def hsdp(model, one, across, node):
+    fsdp = FSDP(model, (node, across), AdamW, microbatches=M)
+    sent = r(node) * gathered(fsdp) + 2 * r(across) * zero_size(fsdp) / node.size()
+    run, everyone = micro_batches(model), dist.group.WORLD
+    return Recipe(fsdp, run, everyone, [node, across], lambda rows: sent)
+
+
+def experts_ddp(model, one, copies, ep):
+    everyone, chosen = dist.group.WORLD, []  # by the routers of one process: (B, T, k) each
+    for block in one.model.blocks.values():
+        block.mlp.router.register_forward_hook(lambda *given: chosen.append(given[-1][1]))
+    parallelize_experts(model, ep, copies)
+    parameters = list(model.parameters())
+    sync = DDP(parameters, everyone, M, groups_of=groups_in_grid(parameters, everyone))
+
+    def formula(rows):
+        sizes = experts_of_ranks(EXPERTS, ep.size())
+        owners = torch.arange(ep.size()).repeat_interleave(torch.tensor(sizes))
+        owner = owners[torch.stack(chosen[-L:]).cpu()].tensor_split(everyone.size(), dim=1)
+        sent = (owner[everyone.rank()] != ep.rank()).sum().item()  # rows; each comes back
+        for rank in set(dist.get_process_group_ranks(ep)) - {everyone.rank()}:
+            sent += (owner[rank] == ep.rank()).sum().item()
+        sent = 2 * sent * C * 8 + L * M * (EXPERTS - sizes[ep.rank()]) * 8
+        experts = size_of(p for p in parameters if groups_cutting(p))
+        others = size_of(parameters) - experts
+        return sent + 2 * r(copies) * experts + 2 * r(everyone) * others
+
+    return Recipe(sync, micro_batches(model), everyone, [everyone], formula)
+
+
+def pipeline_zero(model, one, dp, pp, split=False):
+    ranks, m, make_row = pp.size(), 2 * pp.size(), zb_v if split else one_f_one_b
+    schedule = Schedule(make_row(rank, ranks, m) for rank in range(ranks))
+    held, last = schedule.stages(pp.rank()), schedule.last
+    stages = gpt_stages(model, last + 1, held)
+    # The groups of a pipeline. All ranks make those of all pipelines
+    pipelines = torch.arange(dist.get_world_size()).view(-1, ranks)
+    links = [make_links(row) for row in pipelines.tolist()][dp.rank()]
+    ends = sorted({schedule.owner[0], schedule.owner[last]})
+    both_ends, _ = dist.new_subgroups_by_enumeration(pipelines[:, ends].tolist())
+    for part in stages.values() if len(ends) > 1 else ():
+        for name, p in part.named():
+            if name == "embed.token.weight":  # tied: each end has a copy, and a part of the sum
+                p.placement = {"partial": [both_ends]}
+    parameters = [p for part in stages.values() for p in part.parameters()]
+    zero = ZeRO(stages, dp, 1, AdamW, m, groups_of=groups_in_grid(parameters, dp))
+    dtype, device = torch.float64, parameters[0].device
+    open_links(links, schedule, device)
+
+    def run(tokens, targets, count):
+        inputs, answers = tokens.chunk(m), targets.chunk(m)
+
+        def forward(stage, i, x):  # the last stage has the head, and returns the loss
+            x = inputs[i] if x is None else x
+            return stages[stage](x, targets=answers[i], target_count=count)
+
+        given = schedule, forward, (2, T, C), dtype, device, links
+        losses = SplitPipeline(*given, around=zero.around).run()
+        return sum(losses, torch.zeros((), dtype=dtype, device=device))
+
+    def formula(rows):
+        borders = sum(stage > 0 for stage in held) + sum(stage < last for stage in held)
+        tied = sum(bucket.gradient_shard.nbytes for bucket in zero.buckets if bucket.partial)
+        return borders * rows * T * C * 8 + 2 * r(dp) * zero_size(zero) + tied
+
+    return Recipe(zero, run, dp, [dp], formula, pp, stages)
+
+
+RECIPES = {  # {name: (recipe, fields of the model's Config)}
+    "tensor x DDP": (tensor_ddp, {}),
+    "tensor x ZeRO": (tensor_zero, {}),
+    "FSDP x context": (fsdp_context, dict(tied=False)),
+    "HSDP": (hsdp, dict(tied=False)),
+    "experts x DDP": (experts_ddp, dict(experts=EXPERTS, hidden=C)),
+    "1F1B x ZeRO": (pipeline_zero, {}),
+    "zero bubble x ZeRO": (partial(pipeline_zero, split=True), {}),
+}
+
+
+def micro_batches(model, shard=lambda x, y: (x, None, y)):
+    def run(tokens, targets, count):
+        total = torch.zeros_like(count, dtype=torch.float64)
+        for x, y in zip(tokens.tensor_split(M), targets.tensor_split(M)):
+            x, positions, y = shard(x, y)
+            loss = model(x, positions, y, count)  # the sum over y, divided by count
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    return run
+
+
+# What each sends alone, as its own file says
+
+
+def r(group):
+    return (group.size() - 1) / group.size()
+
+
+def size_of(parameters):
+    return sum(p.nbytes for p in parameters)
+
+
+def zero_size(zero):
+    return sum(bucket.weights.nbytes for bucket in zero.buckets)  # with padding
+
+
+def gathered(fsdp):  # m (3 P - P') e
+    last = sum(bucket.weights.nbytes for bucket in fsdp.units[-1].buckets)
+    return M * (3 * zero_size(fsdp) - last)
+
+
+def tensor_bytes(tp, of_data, rows):
+    return of_data + 2 * r(tp) * rows * T * 8 * ((4 * L + 2) * C + 3)
 
 
 def main():
-    launch(flags().parse_args(), demo)
+    parser = argparse.ArgumentParser(description="train a GPT with each recipe, and prove it")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--row", type=int, default=2, help="ranks of a row of the grid")
+    args = parser.parse_args()
+    device = join_ranks()
+    for name in RECIPES:
+        train(name, args, device)
+    leave()
 
 
-def launch(args, demo, check_column=lambda ranks: None):  # zero_in_grid.py has a check of its own
-    config = harness.configure(args)
+def train(name, args, device):
+    recipe, fields = RECIPES[name]
+    torch.manual_seed(0)  # all ranks draw equal weights
+    model = GPT(Config(layers=L, width=C, context=T, **fields)).to(device, torch.float64)
+    one, (column, row) = OneProcess(model, AdamW), groups_along(-1, args.row)
+    sums, run, data, grid, formula, pp, stages = recipe(model, one, column, row)
+    parts = [model] if stages is None else stages.values()
+    named = {p: (name, p) for part in parts for name, p in part.named()}  # each once
+    optimizer = AdamW(named) if isinstance(sums, DDP) else sums
+    if dist.get_rank() == 0:
+        print(f"{name}, {dist.get_world_size()} ranks, {args.row} in a row")
+    for step in range(args.steps):
+        rows = 4 * dist.get_world_size() + (0 if pp else 1)  # unequally many, but in a pipeline
+        batch = text_batch(step, rows, T, device)
+        tokens, targets = (whole.tensor_split(data.size())[data.rank()] for whole in batch[:2])
+        with Sent() as sent:
+            sums.zero_grad()
+            loss = run(tokens, targets, batch[2])
+            sums.finish()
+            if isinstance(sums, DDP):
+                norm = norm_in_grid(whole_gradients(named), grid, pp)
+                torch.nn.utils.clip_grads_with_norm_(named, 0.5, norm)
+            else:
+                norm = norm_in_grid(sums.gradient_parts(), grid, pp)
+                sums.clip(norm, 0.5)
+            optimizer.step()
+        dist.all_reduce(loss, group=data)
+        if pp or name == "FSDP x context":  # a rank has its part of the row's loss, too
+            dist.all_reduce(loss, group=row)
+        alone = one.train_step(*batch, 0.5)
+        whole = dict(one.model.named_parameters())
+        gradients, weights = [], []
+        full = named.values() if isinstance(sums, DDP) else sums.gather_full(named.values())
+        for name_of, p in full:
+            gradients.append((name_of, *same_part(p.grad, whole[name_of].grad, p)))
+            weights.append((name_of, *same_part(p.data, whole[name_of].data, p)))
+        one.compare(step, loss, alone, gradients, weights)
+    norm_bytes = sum(2 * r(group) * 8 for group in [*grid, *([pp] if pp else [])])
+    one.prove(sent, "the formulas", formula(len(tokens)) + norm_bytes)
 
-    def check(world):
-        args.tp = args.tp or min(2, world)
-        if world % args.tp:
-            raise harness.Refused(f"--tp {args.tp} does not divide {world} ranks: give a divisor")
-        tensor_parallel.check_heads(config, args.tp)
-        harness.check_batch(args, world // args.tp)
-        check_column(world // args.tp)
 
-    proof.launch(demo, args, check=check)
-
-
-def demo(run):
-    args = run.args
-    dp, tp = groups_along(-1, args.tp)
-    run.groups(dp=dp, tp=tp)  # names for the receipt
-    # First tensor parallelism cuts the model. Data parallelism then takes the shards as they are
-    model = run.fill(tensor_parallel.parallelize_tensors(run.meta_model(), tp))
-    parameters = list(model.parameters())
-    optimizer = harness.make_optimizer(parameters, args)
-    for step in run.steps(optimizer):
-        optimizer.zero_grad(set_to_none=False)  # gradients stay in memory: the receipt counts them
-        loss = run.zero()
-        # The ranks of a row (tp) get the same sequences
-        for tokens, targets, samples in run.microbatches(step, dp.rank(), dp.size()):
-            # target_count: the tokens of the global batch
-            part = model(tokens, targets=targets, target_count=run.target_count, sample_ids=samples)
-            part.backward()
-            loss += part.detach()
-        dist.all_reduce(loss, group=dp)
-        sum_in_grid(parameters, dp)
-        norm = norm_in_grid(parameters, [dp, tp])
-        run.check(loss, norm, model.named)
-        harness.clip(parameters, norm, args.grad_clip)
-        optimizer.step()
-        run.log()
-    sizes, group = sizes_of(args, run.config, dp.size()), Group("dp", dp.size(), dp.rank())
-    tensors, held = receipts.tensor_parallel.expected(sizes, Group("tp", args.tp))
-    data, _ = receipts.ddp.expected(sizes, group, scalars=2)
-    return run.receipt({"dp": dp.size(), "tp": args.tp}, add(tensors, data), held)
+def same_part(shard, whole, p):
+    """What both have of p, of which this rank has a shard, maybe with padding."""
+    for dim, (_, start, length) in placed(p, "cuts", {}).items():
+        shard, whole = shard.narrow(dim, 0, length), whole.narrow(dim, start, length)
+    return shard, whole
 
 
 if __name__ == "__main__":
-    harness.script(main)
+    main()

@@ -22,7 +22,7 @@ Computed  Per step, on the owner: 20 m^2 n + 10 m^3 FLOPs for a matrix of m x n,
 Backward  The model's own. A matrix is reduced as soon as its gradient is there.
 Use       For the layers of a language model: a lower loss than AdamW's after as many tokens.
 Limits    More ranks than matrices are no faster. Keep weights in float32: in bfloat16 small steps
-          and the decay round away. Beside tensor parallelism: muon_in_grid.py.
+          and the decay round away. Beside tensor parallelism: the end.
 
     torchrun --nproc_per_node=4 -m advanced.muon
     python -m advanced.muon --family llama --experts 4
@@ -33,6 +33,7 @@ arXiv:2502.16982 (Moonlight: the update's scale, distributed Muon).
 
 import functools
 import math
+from collections import Counter
 
 import torch
 import torch.distributed as dist
@@ -70,12 +71,16 @@ class PlainMuon(torch.optim.Optimizer):
     values are tiny. So both take the same learning rate and weight decay. dtype=torch.bfloat16: the
     iteration is faster on GPUs.
 
-    p.matrix_rows = D, as model.py sets for q, k and v: each head's D rows are a matrix of their own
-    (GLM-5, arXiv:2602.15763), so a head with small gradients moves as far as the others."""
+    by_heads=True: each head of q, k and v is a matrix of its own (GLM-5, arXiv:2602.15763), so that
+    a head with small gradients moves as far as the others. p.matrix_rows, which model.py sets, says
+    how many rows a head has."""
 
-    def __init__(self, matrices, lr=1e-3, weight_decay=0.1, momentum=0.95, dtype=None):
+    def __init__(
+        self, matrices, lr=1e-3, weight_decay=0.1, momentum=0.95, dtype=None, by_heads=False
+    ):
         defaults = dict(lr=lr, weight_decay=weight_decay, momentum=momentum, dtype=dtype)
         super().__init__(matrices, defaults)
+        self.by_heads = by_heads
 
     @torch.no_grad()
     def step(self):
@@ -93,15 +98,21 @@ class PlainMuon(torch.optim.Optimizer):
         state["average"].lerp_(p.grad, 1 - momentum)
         direction = p.grad.lerp(state["average"], momentum)  # Nesterov: as if a step ahead
         p.mul_(1 - lr * settings["weight_decay"])
-        p.sub_(lr * self.update_of(direction, p, settings["dtype"]))
+        rows = getattr(p, "matrix_rows", None) if self.by_heads else None
+        p.sub_(lr * update_of(direction, p, rows, settings["dtype"]))
 
-    def update_of(self, direction, p, dtype):
-        """The orthogonalised direction, scaled to a root mean square of about 0.2."""
-        rows = getattr(p, "matrix_rows", direction.shape[-2])
-        matrices = direction.reshape(-1, rows, direction.shape[-1])  # one, or a stack of them
-        # U V^T has the root mean square 1 / sqrt(longer side)
-        scale = 0.2 * max(matrices.shape[-2:]) ** 0.5
-        return scale * orthogonalize(matrices, dtype).view(direction.shape)
+
+def update_of(direction, p, rows, dtype):
+    """The orthogonalised direction, scaled to a root mean square of about 0.2. rows: of each matrix
+    in p; None: p is one matrix, or a stack of them."""
+    cuts = cuts_within(p, rows)
+    if cuts:
+        return update_of_shard(direction, p, cuts, rows, dtype)
+    rows = rows or direction.shape[-2]
+    matrices = direction.reshape(-1, rows, direction.shape[-1])  # one, or a stack of them
+    # U V^T has the root mean square 1 / sqrt(longer side)
+    scale = 0.2 * max(matrices.shape[-2:]) ** 0.5
+    return scale * orthogonalize(matrices, dtype).view(direction.shape)
 
 
 # --- data parallelism in its plainest form: each matrix has one owner, which steps for all
@@ -166,9 +177,17 @@ class Muon:
         lr=1e-3,
         weight_decay=0.1,  # of each matrix, the embedding too; vectors have none
         microbatches=1,  # the backward passes of a step
-        **options,  # momentum and dtype, of PlainMuon
+        groups_of=None,  # beside another technique: advanced/composition.py
+        **options,  # momentum, dtype and by_heads, of PlainMuon
     ):
-        self.model, self.group, self.microbatches = model, group, microbatches
+        stages = model if isinstance(model, dict) else {None: model}
+        # A matrix that two stages of a pipeline share gets a gradient from each
+        self.uses = Counter(p for module in stages.values() for p in module.parameters())
+        if groups_of is None and any(hasattr(p, "placement") for p in self.uses):
+            raise ValueError("another technique has cut the model: give groups_of")
+        self.in_grid, self.groups_of = groups_of is not None, groups_of or (lambda p: (group,))
+        self.model = model = nn.ModuleList(stages.values()) if isinstance(model, dict) else model
+        self.group, self.microbatches = group, microbatches
         matrices = set(matrices)
         check_matrices(matrices, model)
 
@@ -179,8 +198,9 @@ class Muon:
         vectors = {}  # {kind: those that share a bucket}
         for p in trained:
             if p.dim() < 2:
-                vectors.setdefault(self.kind_of(p), []).append(p)
-        owners = self.owners_of([p for p in trained if p in matrices])
+                vectors.setdefault((p.dtype, self.groups_of(p)), []).append(p)
+        by_heads = options.get("by_heads", False)
+        owners = self.owners_of([p for p in trained if p in matrices], by_heads)
         self.buckets = []
         for parameters in [*lists, *vectors.values()]:
             owner = owners.get(parameters[0])  # None: AdamW's, of all ranks
@@ -200,7 +220,7 @@ class Muon:
                 decayed += bucket.pieces
             elif bucket.owner is None:
                 undecayed += bucket.pieces
-        self.muon = self.optimizer_class([{"params": own_matrices}], lr, weight_decay, **options)
+        self.muon = PlainMuon([{"params": own_matrices}], lr, weight_decay, **options)
         groups = [{"params": decayed, "weight_decay": weight_decay}]
         groups += [{"params": undecayed, "weight_decay": 0.0}]
         self.adamw = torch.optim.AdamW(groups, lr, betas=(0.9, 0.95), fused=True)  # GPT-3's betas
@@ -252,11 +272,17 @@ class Muon:
             bucket.grads_left = 0  # a rank that ran fewer passes must still join the reductions
         self._start_full_buckets()
         self._wait()
+        for bucket in self.buckets:
+            # The same rank of each column owns a bucket: all of a group have a part of it, or none
+            for group in bucket.partial if len(bucket.own_gradient) else ():
+                dist.all_reduce(bucket.own_gradient, group=group)
         self.finished = True
 
     def grad_norm(self):
         """The norm of the whole gradient: a float64 scalar, the same on all ranks."""
         self.finish()
+        if self.in_grid:
+            raise RuntimeError("other ranks have other parts: take norm_in_grid(gradient_parts())")
         parts = [bucket.own_gradient for bucket in self.buckets]  # each element has one owner
         square = sum(torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in parts)
         dist.all_reduce(square, group=self.group)
@@ -305,28 +331,42 @@ class Muon:
         self._wait()
         return list(named)
 
-    # --- what muon_in_grid.py overrides: in a grid not all parameters have the same group
+    # --- beside another technique: advanced/composition.py
 
-    optimizer_class = PlainMuon
+    def gradient_parts(self):
+        """For the norm: [(parameter, this rank's part of its gradient, split over how many)]."""
+        self.finish()
+        parts = []
+        for bucket in self.buckets:
+            ranks = dist.get_world_size(bucket.group)  # each element has one owner of these
+            parts += [(p, piece.grad, ranks) for p, piece in zip(bucket.parameters, bucket.pieces)]
+        return parts
 
-    def kind_of(self, p):  # equal for all vectors of a bucket
-        return (p.dtype,)
-
-    def owners_of(self, matrices):
-        return deal_to_owners(matrices, dist.get_world_size(self.group))
+    def owners_of(self, matrices, by_heads):
+        owners, alike = {}, {}  # alike: {data group: matrices}. Experts have their own replicas
+        for p in matrices:
+            alike.setdefault(self.groups_of(p)[0], []).append(p)
+        for group, members in alike.items():
+            work = functools.partial(flops, by_heads=by_heads)
+            owners |= deal_to_owners(members, dist.get_world_size(group), work)
+        return owners
 
     def make_bucket(self, parameters, owner):
-        check_whole(parameters)
-        return OwnedBucket(parameters, owner, self.group, self.microbatches * len(parameters))
+        group, *partial = self.groups_of(parameters[0])
+        grads_per_pass = sum(self.uses[p] for p in parameters)
+        bucket = OwnedBucket(parameters, owner, group, self.microbatches * grads_per_pass)
+        bucket.partial = partial
+        return bucket
 
 
 # --- owners and their buckets
 
 
-def flops(p, shape=None):
-    """FLOPs of a step's iterations on p, a matrix or a stack. shape: of the whole, for a shard."""
-    shape = shape or p.shape
-    m, n = sorted((getattr(p, "matrix_rows", shape[-2]), shape[-1]))
+def flops(p, by_heads=False):
+    """FLOPs of a step's iterations on p, a matrix or a stack; of a shard those on the whole."""
+    shape = getattr(p, "placement", {}).get("shape") or p.shape
+    rows = getattr(p, "matrix_rows", shape[-2]) if by_heads else shape[-2]
+    m, n = sorted((rows, shape[-1]))
     count = math.prod(shape) // (m * n)
     return count * (20 * m * m * n + 10 * m**3)
 
@@ -399,6 +439,34 @@ def owned_slices(size, owner, ranks):
     return {rank: slice(ends[rank], ends[rank + 1]) for rank in range(ranks)}
 
 
+# --- beside tensor parallelism
+
+
+def cuts_within(p, rows=None):
+    """The cuts that leave no rank a whole matrix, as [(dimension, cut)]. The last two dimensions
+    are a matrix's. A cut of an earlier one only deals out whole experts. rows: of each head, which
+    is a matrix: a cut of p's rows lies between heads."""
+    within = [p.dim() - 1] if rows else [p.dim() - 2, p.dim() - 1]
+    cuts = getattr(p, "placement", {}).get("cuts", {})
+    return [(dim, cut) for dim, cut in cuts.items() if dim in within]
+
+
+def update_of_shard(direction, p, cuts, rows, dtype):
+    """With tensor parallelism. Momentum and weight decay work element by element: they stay with
+    the shards. Only the iteration needs the whole matrix. All columns deal out their shards alike,
+    so the owners of a matrix are in one row of the grid. They gather the direction, all iterate on
+    the whole, and each keeps its part."""
+    [(dim, (group, start, length))] = cuts  # tensor parallelism cuts in one dimension
+    shards = [torch.empty_like(direction) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(shards, direction, group=group)
+    # Without the padding of the last shards, so that the scale is that of the true shape
+    whole = torch.cat(shards, dim).narrow(dim, 0, p.placement["shape"][dim])
+    update = update_of(whole, whole, rows, dtype).narrow(dim, start, length)
+    part = torch.zeros_like(p)  # padded again
+    part.narrow(dim, 0, length).copy_(update)
+    return part
+
+
 # --- mistakes that would be silent: refused
 
 
@@ -409,11 +477,6 @@ def check_matrices(matrices, model):
     for p in matrices:
         if p not in parameters or p.dim() not in (2, 3):
             raise ValueError(f"{tuple(p.shape)} is no matrix of the model, nor a stack of them")
-
-
-def check_whole(parameters):
-    if any(hasattr(p, "placement") for p in parameters):
-        raise ValueError("another technique has cut the model: take muon_in_grid.ComposedMuon")
 
 
 def check_grads_left(bucket):

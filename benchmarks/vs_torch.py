@@ -176,8 +176,6 @@ def their_ddp(job, model=None):
 
 def our_muon(job):
     model = job.model()
-    for block in model.blocks.values():
-        del block.attn.qkv.weight.matrix_rows  # torch's takes a fused matrix as one
     sync = muon.Muon(model, job.group, matrices_of(model))
     step = stepper(sync.zero_grad, model, job.rows(job.count), sync.finish, sync.step)
     return Side(step, model.named)

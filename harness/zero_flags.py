@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from harness import initialize
-from harness.flags import DTYPE, DTYPES, MEGABYTES, check_batch, count, flag_of
+from harness.flags import DTYPE, DTYPES, MEGABYTES, count
 from harness.optimizer import reduce_scatter
 from harness.refusal import Refused
 
@@ -46,19 +46,6 @@ def check_types(args):
         raise Refused(f"--param-dtype {args.param_dtype} {problem}: give a finer --dtype")
 
 
-def check_world(args, world):
-    """Refuse what zero.py can't do on so many data-parallel ranks, and flags that mean nothing in
-    its stage."""
-    for flag, stage in (("reduce_once", 2), ("keep_gathered", 3)):
-        if getattr(args, flag) and args.stage < stage:
-            problem = f"{flag_of(flag)} means nothing in stage {args.stage}"
-            raise Refused(f"{problem}: use --stage {stage}")
-    check_types(args)
-    n = getattr(args, "shard_ranks", None)
-    check_ranks("--shard-ranks", n, world, f"the {world} data-parallel ranks", args.stage)
-    check_batch(args, world)
-
-
 def split_ranks(ranks, size, copies=None):
     """Deal rows of data-parallel ranks out to groups of `size` neighbours: {name: rows of ranks}.
 
@@ -73,15 +60,14 @@ def split_ranks(ranks, size, copies=None):
     return rows
 
 
-def hsdp(groups):
-    """ComposedZeRO's hsdp: {data group: (the ranks that split a copy, those across or None)}."""
-    found = {}
-    for data, prefix in (("dp", ""), ("copies", "copies ")):
-        if prefix + "inside" in groups:
-            across = groups[prefix + "across"]
-            several = dist.get_world_size(across) > 1
-            found[groups[data]] = groups[prefix + "inside"], across if several else None
-    return found
+def data_group(groups, name):
+    """groups[name], "dp" or "copies". With --zero-ranks the pair that zero.py takes in its place:
+    (the ranks that split a copy, those with the same shard of other copies)."""
+    prefix = "" if name == "dp" else f"{name} "
+    if f"{prefix}inside" not in groups:
+        return groups[name]
+    inside, across = groups[f"{prefix}inside"], groups[f"{prefix}across"]
+    return (inside, across) if dist.get_world_size(across) > 1 else inside
 
 
 def options(run, model, stage, draw=initialize.draw):

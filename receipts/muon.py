@@ -24,7 +24,6 @@ def owned_by(muon, groups):
     names = {group: name for name, group in groups.items() if isinstance(group, dist.ProcessGroup)}
     matrices = others = 0
     partial, gathered = {}, {}
-    cuts_within = getattr(muon.muon, "cuts_within", lambda p: ())  # muon_in_grid.ShardedMuon's
     for bucket in muon.buckets:
         size = bucket.own_slice.stop - bucket.own_slice.start
         if bucket.owner is None:
@@ -34,7 +33,9 @@ def owned_by(muon, groups):
         for group in getattr(bucket.parameters[0], "placement", {}).get("partial", ()):
             partial[names[group]] = partial.get(names[group], 0) + size
         for p in bucket.parameters if bucket.owner is not None and size else ():
-            for _, (group, _, _) in cuts_within(p):
+            cuts = getattr(p, "placement", {}).get("cuts", {})
+            within = [cut for dim, cut in cuts.items() if dim in (p.dim() - 2, p.dim() - 1)]
+            for group, _, _ in within:  # else this rank has whole matrices
                 gathered[names[group]] = gathered.get(names[group], 0) + p.numel()
     return Owned(matrices, others, partial, gathered)
 

@@ -6,8 +6,6 @@ r = (N-1)/N, for the N ranks that split a copy; P parameters, with padding, of e
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch.distributed as dist
-
 from harness.presets import ceil
 from receipts.formulas import (
     SCALAR,
@@ -15,8 +13,6 @@ from receipts.formulas import (
     add,
     held,
     parameters_of,
-    scatter_operation,
-    sizes_of,
     summed,
 )
 
@@ -197,28 +193,3 @@ def gathered(sizes, buckets, passes, reshard):
         elif reshard:
             last_of_forward = before
     return times, peak
-
-
-# --- the demo's receipt
-
-
-def of_demo(run, dp=None, n=None):
-    """(layout, sent, held) of the demo's receipt. HSDP: n ranks of the dp group split a replica."""
-    args, stage, dp = run.args, run.args.stage, dp or dist.group.WORLD
-    sizes = sizes_of(args, run.config, dp.size())
-    layout, group = {"dp": dp.size(), "zero": stage}, Group("dp", dp.size(), dp.rank())
-    split = Split(group)
-    if n:
-        layout["shard-ranks"] = n
-        across = Group("across", dp.size() // n) if n < dp.size() else None
-        split = Split(Group("inside", n, dp.rank() % n), across)
-    passes = [("F", 0), ("B", 0)] * args.microbatches
-    given = sizes, group, stage, args, scatter_operation(dp), passes, [split]
-    sent, held = expected(*given, scalars=2 if stage else 1)  # in stage 0 a rank has the norm
-    del held["activations_peak"]  # the measured peak has gradients that fill buckets, too
-    if stage == 3:
-        buckets = buckets_of(sizes, stage, args, [split])
-        _, peak = gathered(sizes, buckets, passes, not args.keep_gathered)
-        text = "all units" if args.keep_gathered else "the largest two units that follow each other"
-        held["gathered_peak"] = peak * sizes.e, text, run.ledger.gathered_peak
-    return layout, sent, held

@@ -259,8 +259,6 @@ def assert_trained(named, whole, piece=lambda full, p: full):
     [
         ("ddp", "README", "torch", "sgd"),
         ("muon", "Muon", "torch", "Muon"),
-        ("composition", "sum_in_grid", "torch", "AdamW"),
-        ("zero fsdp composition zero_in_grid", "PlainZeROInGrid", "trainable", "adamw"),
     ],
 )
 def test_usage_of_data_parallelism(copied, files, of, model, optimizer):
@@ -269,51 +267,21 @@ def test_usage_of_data_parallelism(copied, files, of, model, optimizer):
 
     def work(rank):
         module = importlib.import_module(files.split()[-1])
-        plain_zero = of == "PlainZeROInGrid"
-        whole_steps = of == "README" or plain_zero
-        use = Layout(MODELS[model](), optimizer, microbatches=1 if whole_steps else 2)
+        use = Layout(MODELS[model](), optimizer, microbatches=1 if of == "README" else 2)
         names = loop_names(use, module) | {"make": use.make_optimizer, "steps": STEPS}
-        if of.endswith("Grid"):
-            names["groups_along"] = importlib.import_module("composition").groups_along
-        names |= dict(t=1, split=lambda model, tp: None)
         code = textwrap.dedent(readme.partition("\n## All of them")[0])
         if of == "README":
             names["batches"] = [(*part, count) for [part], count in names["batches"]]
         else:
-            code = usage(getattr(module, of)).replace("torch.optim.SGD", "make")
-        if plain_zero:
-            names["target_count"] = names["batches"][0][1]
-            names["batches"] = [part for [part], _ in names["batches"]]
+            code = usage(getattr(module, of))
         exec(code, names)
-        weights, clips = use.named(), of in ("Muon", "sum_in_grid", "PlainZeROInGrid")
-        whole = one_process(model, optimizer, limit=1.0 if clips else 0)
+        weights = use.named()
+        whole = one_process(model, optimizer, limit=1.0 if of == "Muon" else 0)
         if of == "Muon":
             weights = dict(names["muon"].gather_full([*weights.items()]))
-        if plain_zero:  # no rank has all gradients
-            whole = None, dict.fromkeys(whole[1]), whole[2]
         assert_trained(weights, whole)
 
     copied(files, 3, work)
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-@on_top_of("zero fsdp tensor_parallel sequence_parallel tensor_overlap composition zero_in_grid", 4)
-def test_micro_batches_of_plain_zero(zero, fsdp, tp, sp, overlap, composition, in_grid, stage):
-    use = Layout(MODELS["heads"](), "SGD", tp=2, tensor="sequence")
-    plain = in_grid.PlainZeROInGrid(use.model, use.data, use.make_optimizer)
-    for x, y, count in (batch(step, use.length) for step in range(STEPS)):
-        plain.zero_grad()
-        for part in use.parts(x, y):
-            use.backward(*part, count)
-            if stage == 2:
-                plain.reduce()
-        if stage == 1:
-            plain.reduce()
-        plain.clip(plain.grad_norm([use.tp]), LIMIT)
-        plain.step()
-    weights = one_process("heads", "SGD")[2]
-    for name, p in use.named().items():
-        torch.testing.assert_close(p.detach(), piece(weights[name], cuts_of(p)), atol=1e-10, rtol=0)
 
 
 @pytest.mark.parametrize("messages", [("Enter", "Leave"), ("GatherTokens", "ReduceScatterTokens")])
@@ -448,7 +416,7 @@ def test_usage_of_two_techniques(copied, heading, model, rows):
         if model == "experts":
             names["mixture"] = use.model.blocks[1].mlp
         exec(code_of(heading).replace(", 1.0", f", {LIMIT}"), names)
-        trained = names.get("modules") or names.get("stage") or use.model
+        trained = names["zero"].model if "stages" in names else names.get("stage") or use.model
         named = [(p.full_name, p) for p in trained.parameters()]
         if sharded := names.get("zero") or names.get("fsdp"):
             named = sharded.gather_full(named)

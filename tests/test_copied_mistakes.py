@@ -28,9 +28,13 @@ REFUSED = {
 DDP(iter([]), world)  # used up
 DDP(model.requires_grad_(False).parameters(), world)  # all frozen
 DDP([p.detach() for p in model.parameters()], world)  # no parameter needs a gradient
+DDP([shard_over(world)], world)  # has cut the model
 """,
     "zero": """
 ZeRO(model, world, {3 | 4}, SGD)  # there is no stage ... 3 is fsdp.FSDP
+ZeRO(model, (world, world), 2, SGD)  # only this rank in common
+setattr(linear.weight, "placement", {}) or {PlainZeRO(linear, world | ZeRO(linear, world, 1}, SGD)
+    # has cut the model
 PlainZeRO(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).{bfloat16() | requires_grad_(False)}),
     world, SGD)  # can't hold two dtypes, or frozen weights
 ZeRO(nn.Linear(4, 4, bias=False), world, 2, torch.optim.{Adafactor | LBFGS | Muon})
@@ -54,13 +58,10 @@ Muon(model, world, {[model[1].bias] | [weight] | [model[1].weight.detach()]})
 Muon(model, world, iter([]))  # no matrices
 setattr(model[1].weight, "placement", {}) or Muon(model, world, [model[1].weight])  # has cut
 """,
-    "zero fsdp composition zero_in_grid": """
-ComposedZeRO(model, world, 2, SGD, hsdp=dict([
-    {(world, (world, world)) | (world, (alone(), None)) | (alone(), (world, None))}]))  # hsdp needs
-setattr(model[1].weight, "placement", {}) or ZeRO(model, world, 1, SGD)  # has cut the model
-""",
     "composition": """
-norm_in_grid([shard_over(world)], [alone()])  # the norm lacks ranks of [0, 1]
+groups_in_grid([shard_over(world)], {world | (alone(), world)})  # would add different shards
+norm_in_grid(whole_gradients([shard_over(world)]), [alone()])  # the norm lacks ranks of [0, 1]
+groups_in_grid(tied_matrices(), world)  # share parameters in another order
 """,
     "tensor_parallel": """
 parallelize_tensors(three_heads, world)
@@ -182,6 +183,14 @@ def shard_over(ranks):
     shard = nn.Parameter(torch.ones(3))
     shard.grad, shard.placement = torch.ones(3), {"cuts": {0: (ranks, 0, 3)}}
     return shard
+
+
+def tied_matrices():
+    """Two that two stages share, each in an order of its own."""
+    matrices = [nn.Parameter(torch.full((2, 2), value)) for value in (1.0, 10.0)]
+    for p in matrices:
+        p.placement = {"partial": [group.WORLD]}
+    return matrices[:: (1, -1)[dist.get_rank()]]
 
 
 def lines(text):

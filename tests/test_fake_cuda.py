@@ -21,7 +21,6 @@ MIXTURE = "--family llama --kv-heads 2 --experts 8"
 # and 5% for other versions. Lower it where it falls
 CASES = [
     ("train", f"{TRAIN} --dp 3", 1, 3, 260),
-    ("zero_in_grid", f"{SMALL} --tp 1 --stage 3", 1, 3, 280),
     ("train", f"{TRAIN} --dp 3 --zero 2 --param-dtype bfloat16 --offload", 1, 3, 230),
     ("tensor_overlap", f"{SMALL} --sp --gather-again --grad-clip 0", 1, 4, 370),
     ("train", f"{TRAIN} --cp 4 --context 2048", 1, 4, 420),

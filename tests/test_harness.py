@@ -80,7 +80,6 @@ REFUSED = r"""
 train --family llama --kv-heads 2 --tp 3 -> 2 kv-heads.*3 tensor-parallel.*1 or 2,
 train --pp 5 -> 4 layers are too few for 5 pipeline stages
 train --tokens 15e12 -> --tokens means nothing without --dry-run
-zero_in_grid --stage 1 --keep-gathered -> means nothing in stage 1: use --stage 3
 train --dp 2 --microbatches 3 -> --batch 16.*2 data-parallel ranks x 3.*--batch could be 18
 train --compile --recompute half -> does not go with --recompute half.*selective
 train --preset gpt5 -> unknown preset 'gpt5'.*tiny
@@ -125,8 +124,8 @@ muon --json folder -> --json folder can't be written
 muon --json pipe -> --json pipe can't be written
 train --log-to /dev/full -> --log-to /dev/full can't be written
 train --param-dtype float16 -> float16 would need a loss scale: use bfloat16, or float32
-zero_in_grid --nproc 2 --param-dtype float64 -> is finer than --dtype float32
-zero_in_grid --nproc 2 --stage 3 --dtype bfloat16 --param-dtype float32 -> give a finer --dtype
+train --zero 1 --param-dtype float64 -> is finer than --dtype float32
+train --zero 3 --dtype bfloat16 --param-dtype float32 -> give a finer --dtype
 diloco --nproc 2 --sync-every 2 --stream 3 -> --sync-every 3 or more
 diloco --nproc 2 --sync-every 2 --stream-delay 2 -> less than --sync-every 2
 diloco --nproc 2 --outer-momentum 1 -> less than 1
@@ -140,8 +139,6 @@ train --experts 4 --cp 2 --cp-kind ulysses --context 7 -> a multiple of 2$
 train --experts 4 --cp 2 --tp 4 --sp --context 25 -> a multiple of 8$
 train --experts 4 --tp 4 --sp --context 13 -> a multiple of 4$
 train --zero-ranks 2 --dp 2 -> means nothing in stage 0, which splits nothing: leave it out
-zero_in_grid --nproc 4 --tp 1 --shard-ranks 3 -> 3 does not divide the 4 data-parallel ranks: give
-composition --nproc 4 --tp 3 -> --tp 3 does not divide 4 ranks
 train --optimizer muon --dp 2 --zero 2 -> --zero 2 does not go with --optimizer muon.*use --zero 1
 train --optimizer muon --dp 4 --zero 1 --zero-ranks 2 -> --zero-ranks does not go with --optimizer
 train --optimizer muon --zero 1 --offload -> --offload does not go with --optimizer muon

@@ -13,12 +13,11 @@ TECHNIQUES = ["collectives", "ddp", "parameter_server", "zero", "fsdp"]
 TECHNIQUES += ["tensor_parallel", "sequence_parallel", "tensor_overlap"]
 TECHNIQUES += ["pipeline", "zero_bubble", "dualpipe", "context_parallel", "packed_documents"]
 TECHNIQUES += ["ulysses", "expert_parallel", "muon", "diloco"]
-TECHNIQUES += ["composition", "zero_in_grid", "muon_in_grid"]
+TECHNIQUES += ["composition"]
 # Those whose demos stand on the harness; the others need model.py alone
 ON_HARNESS = [n for n in TECHNIQUES if "\nimport harness\n" in lesson_file(n).read_text()]
 # Lessons whose tops build on others
-BUILDS_ON = {"zero_bubble": ["pipeline"], "zero_in_grid": ["zero", "fsdp", "composition"]}
-BUILDS_ON |= {"sequence_parallel": ["tensor_parallel"], "muon_in_grid": ["composition", "muon"]}
+BUILDS_ON = {"zero_bubble": ["pipeline"], "sequence_parallel": ["tensor_parallel"]}
 BUILDS_ON |= {"tensor_overlap": ["sequence_parallel", "tensor_parallel"], "fsdp": ["zero"]}
 BUILDS_ON |= {"dualpipe": ["zero_bubble", "pipeline"], "packed_documents": ["context_parallel"]}
 BUILDS_ON |= {"ulysses": ["context_parallel"]}
@@ -62,7 +61,7 @@ CEILINGS = {
 }
 DEMO = "# --- demo ---"
 # Demos that a lesson runs for another one, as `ddp.py --sync server`, and parts of demos
-HANDED_OVER = {"composition.launch", "zero_in_grid.train", "sequence_parallel.check_tokens"}
+HANDED_OVER = {"sequence_parallel.check_tokens"}
 
 
 def files():

@@ -300,19 +300,19 @@ one bias left out: ddp:DDP.__init__
 ZeRO sums twice: zero:ZeRO.finish
     self.state = "summed" -> + [b.gradient_shard.mul_(2) for b in self.trained_buckets]
     gpt2 --dp 2 --zero 3 -> step 1, backward -> summed once too often, or not averaged, over dp (2)
-copies not summed: zero_in_grid:HybridSharding.shard_is_summed
-    replica_group is not None and -> replica_group is None and
+copies not summed: zero:ZeRO._wait
+    bucket.across is not None and -> bucket.across is None and
     sgd --dp 4 --zero 2 --zero-ranks 2 -> step 1, backward -> never summed over inside or across
 no rank adds to a shard: zero:ShardedBucket.start_reduction
     if dist.get_world_size(self.group) == 1: -> if True:
     sgd --dp 2 --zero 1 -> step 1, backward ->
-norm counts copies: composition:norm_of_parts
+norm counts copies: composition:norm_in_grid
     count_ranks(groups) / count_ranks(groups_cutting(p)) -> 1
     gpt2 --tp 2 -> step 1, the norm -> times the right one
-norm counts experts on each rank: composition:norm_of_parts
+norm counts experts on each rank: composition:norm_in_grid
     / count_ranks(groups_cutting(p)) -> / 1
     moe-gpt2 --tp 2 --sp --ep 2 --fold-experts -> step 1, the norm ->
-norm is local: composition:norm_of_parts
+norm is local: composition:norm_in_grid
     if pipeline_group is None else [*groups, pipeline_group] ->
     sgd --pp 2 -> step 1, the norm -> times the right one
 first piece on every rank: tensor_parallel:span
@@ -321,7 +321,7 @@ first piece on every rank: tensor_parallel:span
 all shards equal: harness.placement:placement
     "placement", {}) -> "placement", {}) | first_cuts(parameter)
     sgd --tp 2 -> step 1, forward: the output of blocks.0 on all ->
-shards counted as copies: zero_in_grid:norm_of_parts
+shards counted as copies: composition:norm_in_grid
     / count_ranks(groups_cutting(p)) -> / 1
     llama --tp 4 --zero 1 -> step 1, the norm ->
 gradients of keys never come home: packed_documents:DocumentRingAttention.backward

@@ -11,7 +11,6 @@ from foreign import by_singular_values
 from reference import case
 
 import muon
-import muon_in_grid
 import tensor_parallel
 
 SHAPES = [(5, 9), (9, 4), (1, 7), (6, 1), (1, 1), (8, 8), (3, 4, 6), (2, 7, 3)]
@@ -60,7 +59,7 @@ def test_heads_are_matrices_of_their_own():
     together.grad = torch.cat(matrices(1, [(4, 9)] * 3))
     for head, gradient in zip(heads, together.grad.split(4)):
         head.grad = gradient
-    muon.PlainMuon([together]).step()
+    muon.PlainMuon([together], by_heads=True).step()
     muon.PlainMuon(heads).step()
     torch.testing.assert_close(together, torch.cat(heads), rtol=1e-12, atol=1e-12)
 
@@ -82,7 +81,7 @@ def test_shards_step_as_the_whole(ranks, world):
                 shard = tensor_parallel.shard(whole, dim, dist.group.WORLD)
                 shard.grad = tensor_parallel.shard(gradients, dim, dist.group.WORLD).detach()
                 whole.grad = gradients.detach()
-                plain, sharded = muon.PlainMuon([whole]), muon_in_grid.ShardedMuon([shard])
+                plain, sharded = (muon.PlainMuon([p], by_heads=True) for p in (whole, shard))
                 for _ in range(2):
                     plain.step()
                     sharded.step()

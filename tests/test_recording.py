@@ -111,13 +111,13 @@ def test_a_skipped_step_counts_once(ranks, text, tmp_path):
     """A step that is run again, in search of a NaN, adds nothing to the recorded outputs."""
 
     def second_norm_is_nan():
-        right, calls = composition.norm_of_parts, []
+        right, calls = composition.norm_in_grid, []
 
         def wrong(*args):
             calls.append(None)
             return right(*args) * (float("nan") if len(calls) == 2 else 1.0)
 
-        composition.norm_of_parts = wrong
+        composition.norm_in_grid = wrong
 
     flags = "--layers 2 --steps 3 --prove 0 --skip-nan 1 --lr 1e-6 --min-lr 1e-6"
     ranks(1, run_layout, arguments(text, f"{flags} --record {tmp_path}"), second_norm_is_nan)

@@ -1,10 +1,8 @@
-"""zero.py and fsdp.py against PyTorch's FSDP2; mixed precision; memory; zero_in_grid.py's demo."""
+"""zero.py and fsdp.py against PyTorch's FSDP2; mixed precision; memory."""
 
 import argparse
 import copy
 import functools
-import importlib
-import json
 import re
 import weakref
 from unittest import mock
@@ -21,9 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import composition
 import fsdp
 import model as gpt
-import proof
 import zero
-import zero_in_grid
 from harness import initialize, presets, zero_flags
 from proof.ledger import lasting
 from receipts import zero as zero_bytes
@@ -192,12 +188,8 @@ def test_shards_are_the_model_and_differ(ranks):
         assert len(drawn) == len(list(model.named()))
         assert all(p.untyped_storage().nbytes() == 0 for p in model.parameters())
         assert all(isinstance(p, nn.Parameter) and p.init for p in model.parameters())
-        pairs = [dist.new_group(pair) for pair in ([0, 1], [1, 2])]
-        if rank == 1:
-            with pytest.raises(ValueError, match="all of the group"):
-                zero_in_grid.check_hsdp({pairs[0]: (pairs[1], None)}, pairs[0])
         frozen = nn.Parameter(torch.ones(2), False)
-        assert composition.norm_in_grid([frozen], [dist.group.WORLD]) == 0
+        assert composition.norm_in_grid([(frozen, None, 1)], [dist.group.WORLD]) == 0
         whole = dict(sharded.gather_full(model.named()))
         return [bucket.shard for bucket in sharded.buckets], whole
 
@@ -336,63 +328,7 @@ def test_buckets_in_the_order_in_which_they_are_full():
     assert lists[0][0] is parameters[2] and lists[2][0] is parameters[3]
 
 
-# --- demos: a receipt compares what is sent and held with the formulas, to the byte
-
-FLAGS = "--layers 3 --width 32 --heads 4 --context 16 --batch 12 --steps 3 --grad-clip 0.1"
-FLAGS += " --dtype float64 --quiet"
-DEMOS = {
-    3: [
-        "zero_in_grid --tp 1 --stage 2 --param-dtype bfloat16 --prove 0 --dtype float32",
-        "zero_in_grid --tp 1 --stage 3 --param-dtype bfloat16 --reduce-dtype float32 --prove 0"
-        " --dtype float32",
-        "zero_in_grid --tp 1 --stage 3 --keep-gathered --reduce-once --optimizer sgd --lr 0.3",
-    ],
-    4: [
-        "composition --tp 2 --microbatches 3 --family llama --kv-heads 2 --optimizer sgd",
-        "composition --tp 4",
-        "zero_in_grid --stage 3 --tp 1 --shard-ranks 2 --microbatches 3 --optimizer sgd --lr 0.3",
-        "zero_in_grid --stage 1 --tp 2 --microbatches 3",
-        "zero_in_grid --stage 3 --tp 2 --family llama",
-        "muon_in_grid --tp 2 --microbatches 3",
-    ],
-}
-
-
-@pytest.mark.parametrize("world", DEMOS)
-def test_demo(ranks, text, world):
-    def work(rank):
-        for demo in DEMOS[world]:
-            name, _, flags = demo.partition(" ")
-            lesson = importlib.import_module(name)
-            args = lesson.flags().parse_args(f"{FLAGS} {flags} --data {text}".split())
-            run = proof.Run(args, rank, world, torch.device("cpu"))
-            with case(demo):
-                assert lesson.demo(run) == 0
-                if rank == 0:
-                    groups = {row["group"] for row in run.result["sent"]}
-                    replicas = {"inside", "across"} if "--shard-ranks" in flags else set()
-                    assert groups - {"dp", "tp"} == replicas
-                    assert run.result["ok"]
-                    assert args.prove == 0 or max(run.result["max_error"].values()) < 1e-10
-
-    ranks(world, work)
-
-
-def test_the_receipt_tells_what_stage_3_gathers(script, tmp_path, monkeypatch):
-    """A real run, because the receipt's exit code is what counts: 2 ranks, twice."""
-    out = tmp_path / "receipt.json"
-    flags = "--tp 1 --stage 3 --nproc 2 --layers 2 --width 16 --context 8 --batch 8 --steps 2"
-    flags += f" --dtype float64 --quiet --json {out}"
-    code, said = script("zero_in_grid", flags)
-    row = json.loads(out.read_text())["held"]["gathered_peak"]
-    assert code == 0 and row["ok"] and row["bytes"] == row["formula_bytes"] > 0, said
-    # One unit, the whole model: the numbers are right, but all weights are there at once
-    monkeypatch.setattr(fsdp, "default_units", lambda model: [model])
-    code, said = script("zero_in_grid", flags)
-    result = json.loads(out.read_text())
-    assert code == 1 and not result["held"]["gathered_peak"]["ok"], said
-    assert result["held"]["gathered_peak"]["bytes"] > row["bytes"]
-    assert all(error < 1e-10 for error in result["max_error"].values())
+# --- the order of messages
 
 
 class Layer(nn.Linear):

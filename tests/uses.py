@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 TOPS = "collectives ddp zero fsdp tensor_parallel sequence_parallel tensor_overlap pipeline"
 TOPS += " zero_bubble dualpipe context_parallel packed_documents expert_parallel muon diloco"
-TOPS += " ulysses composition zero_in_grid muon_in_grid"
+TOPS += " ulysses composition"
 WAYS = {
     "naive": dict(bucket_bytes=0, overlap=False),
     "bucketed": dict(bucket_bytes=800, overlap=False),
@@ -223,6 +223,11 @@ class Layout(OneProcess):
     def wrap(self, way="overlapped", units=None, **options):
         """Make what sums gradients over the data-parallel ranks and takes the step."""
         kind, self.sync, self.sharded = self.kind, None, None
+        if kind in ("ddp", "muon", "fsdp", "zero 0", "zero 1", "zero 2") and self.in_grid():
+            import composition
+
+            groups_of = composition.groups_in_grid(self.trained.parameters(), self.data)
+            options["groups_of"] = groups_of
         if kind == "ddp":
             import ddp
 
@@ -231,27 +236,28 @@ class Layout(OneProcess):
             listed = [p for part in parts for p in part.parameters()]
             self.sync = ddp.DDP(listed, self.data, self.microbatches, **WAYS[way] | options)
         elif kind == "muon":
-            import muon_in_grid
+            import muon
 
             matrices = [p for p in self.trained.parameters() if p.full_name in self.matrices]
-            options = dict(lr=1e-2, pipeline_stages=self.stages) | options
-            options = dict(microbatches=self.microbatches) | options
-            self.sharded = muon_in_grid.ComposedMuon(self.trained, self.data, matrices, **options)
+            options = dict(lr=1e-2, microbatches=self.microbatches) | options
+            model = self.stages or self.trained
+            self.sharded = muon.Muon(model, self.data, matrices, **options)
             for settings in self.sharded.adamw.param_groups:
                 settings["eps"] = 1e-5  # as foreign.py's
         elif kind == "fsdp" or kind in ("zero 0", "zero 1", "zero 2"):
-            import zero_in_grid
-
-            options |= dict(microbatches=self.microbatches, pipeline_stages=self.stages)
+            arguments = self.stages or self.trained, self.data
+            options |= dict(make_optimizer=self.make_optimizer, microbatches=self.microbatches)
             if units:
                 options["units"] = units(self.model)
             if kind == "fsdp":
-                make = functools.partial(zero_in_grid.FSDPInPipeline, self.trained, self.data)
+                import fsdp
+
+                self.sharded = fsdp.FSDP(*arguments, **options)
             else:
-                arguments = self.trained, self.data, int(kind[-1])
-                make = functools.partial(zero_in_grid.ZeROInPipeline, *arguments)
+                import zero
+
                 options = {"bucket_bytes": 1000} | options
-            self.sharded = make(self.make_optimizer, **options)
+                self.sharded = zero.ZeRO(*arguments, int(kind[-1]), **options)
             if "param_dtype" in options:
                 self.tolerance = dict(rtol=1e-4, atol=1e-5, check_dtype=False)
         elif kind:
@@ -265,6 +271,9 @@ class Layout(OneProcess):
                 collectives.broadcast(p.data, group_src=0)
         self.sync = self.sync or self.sharded
         self.optimizer = self.sharded or self.make_optimizer(self.trained.parameters())
+
+    def in_grid(self):
+        return any(hasattr(p, "placement") for p in self.trained.parameters())
 
     # --- a step
 
@@ -364,18 +373,19 @@ class Layout(OneProcess):
             dist.all_reduce(loss, group=ranks)
 
     def norm(self):
-        if self.sharded:
-            return self.sharded.grad_norm([self.tp], self.pp if self.stages else None)
+        if self.sharded and not self.sharded.in_grid and not self.stages:
+            return self.sharded.grad_norm()
         import composition
-        import tensor_parallel
 
-        parameters = list(self.trained.parameters())
-        groups = [self.data, self.tp]
-        if self.stages:
-            parts = [(p, p.grad, 1) for p in parameters if p.grad is not None]
-            return composition.norm_of_parts(parts, groups, "cpu", self.pp)
-        norm = composition.norm_in_grid(parameters, groups)
-        if self.t > 1 and not self.with_experts:
+        parameters, groups = list(self.trained.parameters()), [self.data, self.tp]
+        if self.sharded:
+            parts = self.sharded.gradient_parts()
+        else:
+            parts = composition.whole_gradients(parameters)
+        norm = composition.norm_in_grid(parts, groups, self.pp if self.stages else None)
+        if self.t > 1 and not self.with_experts and not self.sharded and not self.stages:
+            import tensor_parallel
+
             torch.testing.assert_close(tensor_parallel.grad_norm(parameters, self.tp), norm)
         return norm
 
