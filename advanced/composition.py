@@ -312,7 +312,8 @@ def pipeline_zero(model, one, dp, pp, split=False):
         return sum(losses, torch.zeros((), dtype=dtype, device=device))
 
     def formula(rows):
-        borders = sum(stage > 0 for stage in held) + sum(stage < last for stage in held)
+        neighbours = [n for stage in held for n in (stage - 1, stage + 1) if 0 <= n <= last]
+        borders = sum(n not in held for n in neighbours)  # a rank may have both sides of one
         tied = sum(bucket.gradient_shard.nbytes for bucket in zero.buckets if bucket.partial)
         return borders * rows * T * C * 8 + 2 * r(dp) * zero_size(zero) + tied
 
