@@ -18,6 +18,8 @@ from tops import lesson_file, without_project
 
 import exercises.__main__ as exercises
 
+COMPOSED = "model mixture context_parallel ddp expert_parallel fsdp pipeline tensor_parallel zero"
+COMPOSED += " zero_bubble"
 # {lesson: (the files that it takes along, the numbers of ranks that it is run with)}
 LESSONS = {
     "collectives": ("model", (2, 3, 4)),
@@ -33,6 +35,7 @@ LESSONS = {
     "fsdp": ("model zero", (2, 3, 4)),
     "tensor_parallel": ("model", (2, 3, 4)),
     "sequence_parallel": ("model tensor_parallel", (2, 3, 4)),
+    "composition": (COMPOSED, (2, 4)),
 }
 BUGS = [bug for bug in exercises.load() if pathlib.Path(bug.run.split()[0]).stem in LESSONS]
 
