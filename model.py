@@ -82,8 +82,9 @@ class Config:
     bias_rate: float = 0.0  # step of a bias for the choice
 
     def __post_init__(self):
-        defaults = dict(kv_heads=self.heads, hidden=4 * self.width)
-        for name, default in (defaults | dict(head_dim=self.width // self.heads)).items():
+        head_dim = self.width // self.heads
+        defaults = dict(kv_heads=self.heads, head_dim=head_dim, hidden=4 * self.width)
+        for name, default in defaults.items():
             object.__setattr__(self, name, getattr(self, name) or default)  # it is frozen
         assert self.heads % self.kv_heads == 0, f"{self.heads} heads, {self.kv_heads} kv-heads"
         assert not self.experts or self.top_k <= self.experts, "a token can't go to so many experts"

@@ -168,6 +168,69 @@ def smollm2(tmp_path_factory):
 LICENSE = pathlib.Path(__file__).parent.parent / "LICENSE"
 
 
+def fine_tuned(ranks, flags):
+    """(losses, rows (steps, batch, T + 1)) of train.py with a constant learning rate."""
+    flags += " --warmup 0 --prove 0 --eval-batches 1 --sample 0 --quiet"
+    args, _ = test_pretrained.prepare(flags)
+
+    def work(rank):
+        run = proof.Run(args, rank, dist.get_world_size(), torch.device("cpu"))
+        assert train.train(run) == 0
+        batches = [run.microbatches(step, pieces=1)[0][:2] for step in range(args.steps)]
+        rows = [torch.cat((tokens, targets[:, -1:]), dim=1) for tokens, targets in batches]
+        return [row["loss"] for row in run.history], torch.stack(rows)
+
+    return ranks(args.dp * args.cp * args.tp * args.pp, work)[0]
+
+
+def trainer_losses(model, folder, rows, lr):
+    """Those of transformers' Trainer, which trains the model on the same rows."""
+    labels = rows.clone()
+    labels[:, :, 0] = -100  # no token comes before it: it is no target
+    data = [dict(input_ids=x, labels=y) for x, y in zip(rows.flatten(0, 1), labels.flatten(0, 1))]
+    steps = dict(max_steps=len(rows), per_device_train_batch_size=rows.shape[1], logging_steps=1)
+    steps |= dict(train_sampling_strategy="sequential", save_strategy="no", report_to=[])
+    adamw = dict(learning_rate=lr, lr_scheduler_type="constant", adam_beta2=0.95, weight_decay=0.1)
+    options = dict(use_cpu=True, disable_tqdm=True, max_grad_norm=1.0, **steps, **adamw)
+    arguments = transformers.TrainingArguments(folder, **options)
+    trainer = transformers.Trainer(model, arguments, train_dataset=data)
+    trainer.train()
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+@pytest.mark.parametrize("layout", ["--tp 2 --pp 2 --microbatches 2", "--dp 2 --cp 2 --zero 2"])
+def test_fine_tuning_is_that_of_the_trainer(ranks, folders, text, tmp_path, monkeypatch, layout):
+    """50 steps in float64: losses, and every weight of the export. Trainer's loss is in float32."""
+    pytest.importorskip("accelerate")  # the Trainer's
+    flags = f"{layout} --init-from {folders['llama']} --data {text} --tokenizer bytes --lr 1e-3 "
+    flags += f"--min-lr 1e-3 --context 16 --batch 4 --steps 50 --dtype float64 --export {tmp_path}"
+    losses, rows = fine_tuned(ranks, flags)
+    model = test_pretrained.read(folders["llama"])
+    test_pretrained.without_casts(model, monkeypatch)
+    theirs = trainer_losses(model, tmp_path / "trainer", rows, 1e-3)
+    torch.testing.assert_close(losses, theirs, rtol=0, atol=1e-4)  # it rounds to four places
+    assert losses[-1] < losses[0] - 0.5
+    exported = dict(test_pretrained.read(tmp_path).named_parameters())
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(exported[name], p, rtol=0, atol=1e-6)
+
+
+@pytest.mark.smollm2
+def test_fine_tuning_a_trained_model_is_that_of_the_trainer(ranks, smollm2, tmp_path):
+    """In float32, so within rounding. Prints what docs/use/fine-tune.md shows."""
+    flags = f"--init-from {smollm2} --data {LICENSE} --lr 1e-5 --min-lr 1e-5 --context 32 "
+    flags += "--batch 2 --steps 50"
+    found = [fine_tuned(ranks, f"{flags} {layout}") for layout in ("--dp 2 --zero 1", "--tp 3")]
+    model = transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+    theirs = trainer_losses(model, tmp_path, found[0][1], 1e-5)
+    for step in (0, 1, 9, 24, 49):
+        losses = [ours[step] for ours, _ in found] + [theirs[step]]
+        print(f"step {step + 1}:", *(f"{loss:.4f}" for loss in losses))
+    for ours, rows in found:
+        assert torch.equal(rows, found[0][1])
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-3)
+
+
 @pytest.mark.smollm2
 @pytest.mark.parametrize(
     "layout", ["--dp 1", "--tp 3", "--pp 2 --schedule zb-v", "--dp 2 --zero 3", "--cp 2"]
