@@ -8,8 +8,8 @@ it holds a part of. And its zigzag balances one long document, but not several o
 
 Split     8 N equal chunks for N ranks. The chunk with the most work goes first, to the rank that
           has the least work so far; each rank gets 8. Work is the number of pairs of a query and a
-          key. All rows of a batch are cut alike. One run of tokens per rank (--contiguous) sends
-          much less, but the work is uneven.
+          key. All rows of a batch are cut alike. One run of tokens per rank sends much less, but
+          the work is uneven.
 Sent      In step s a rank lends the rank s after it only the keys that are used there. Per block
           4 G e C_kv bytes: K and V of the G tokens that it lends, in forward and in backward (one
           lent to two ranks counts twice). And 2 A a C_kv: dK and dV of the A tokens that it has
@@ -17,17 +17,17 @@ Sent      In step s a rank lends the rank s after it only the keys that are used
 Backward  As in the ring, tile by tile. A key's gradient goes straight to the rank that holds it.
 Cost      A kernel per tile, dozens in each layer: worth it from some hundred tokens a document. A
           plan for each batch, on the host: some milliseconds, 0.1 s for 64 thousand tokens.
-Copy      The top of context_parallel.py as well: DocumentRing extends its Ring.
 
     torchrun --nproc_per_node=4 -m advanced.packed_documents
-    python -m advanced.packed_documents --contiguous
+    (needs model.py, and context_parallel.py, whose Ring it extends)
 
 Llama Team 2024, The Llama 3 herd of models, arXiv:2407.21783, sections 3.2 and 3.3.2 (the mask).
 MagiAttention, github.com/SandAI-org/MagiAttention: work dealt out, only used keys travel.
 """
 
+import argparse
 import math
-from functools import lru_cache, partial
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -36,36 +36,23 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
-from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from context_parallel import (
     Ring,
     Tile,
     attend_to_all,
-    parallelize_context,
-    shard_sequence,
     tile_gradients,
 )
 
 # --- the plainest form: which keys a rank needs, and the mask of its attention
 
 
-def visible(starts, queries, keys):
-    """Whether query i of row b sees key j, a key of the same document and not later: (B, Tq, Tk).
-    starts (B, T): where each token's document starts. queries, keys: positions."""
-    same_document = starts[:, queries].unsqueeze(2) == starts[:, keys].unsqueeze(1)
-    return same_document & (keys <= queries.unsqueeze(1))
-
-
 def plain_document_attention(q, k, v, starts, held, group):
     """q, k, v (B, H, T', D) of this rank's tokens -> attention within documents (B, H, T', D).
-    Autograd goes through it.
 
-        held = torch.arange(T).view(n, -1)    # (n, T') positions of each rank's tokens: consecutive
-        # or: held = deal_tokens(T, n, starts), below, where work is even. 8 n divides T then
-        y = plain_document_attention(q, k, v, starts, held, group)
-
-    starts and held are on q's device (deal_tokens wants starts on the host)."""
+    starts (B, T): where each token's document starts. held (n, T'): the positions of each rank's
+    tokens, consecutive ones, or those of deal_tokens below. Both on q's device."""
+    check_documents(starts)
     rank, ranks = dist.get_rank(group), range(dist.get_world_size(group))
 
     def used(user, owner):  # (T',): which of the owner's keys the user needs, in any row
@@ -74,36 +61,53 @@ def plain_document_attention(q, k, v, starts, held, group):
     kv = torch.cat((k, v), dim=-1).movedim(2, 0)  # (T', B, H, 2 D)
     sent = [kv[used(user, rank)] for user in ranks]
     keys = [held[owner][used(rank, owner)] for owner in ranks]  # positions, of own keys, too
-    counts = [len(part) for part in keys], [len(part) for part in sent]
-    received = all_to_all_single_autograd(torch.cat(sent), *counts, group)
+    counts = [len(part) for part in sent], [len(part) for part in keys]
+    received = ExchangeKeys.apply(torch.cat(sent), *counts, group)
     k, v = received.movedim(0, 2).chunk(2, dim=-1)
     mask = visible(starts, held[rank], torch.cat(keys)).unsqueeze(1)  # the same for all heads
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def visible(starts, queries, keys):
+    """Whether query i of row b sees key j, a key of the same document and not later: (B, Tq, Tk).
+    queries, keys: positions."""
+    same_document = starts[:, queries].unsqueeze(2) == starts[:, keys].unsqueeze(1)
+    return same_document & (keys <= queries.unsqueeze(1))
+
+
+class ExchangeKeys(torch.autograd.Function):
+    """sent (sum(send_counts), ...): send_counts[r] keys go to rank r, and receive_counts[r] come
+    from it. In backward their gradients go back; autograd adds up those of a key sent to several
+    ranks."""
+
+    @staticmethod
+    def forward(ctx, sent, send_counts, receive_counts, group):
+        ctx.way_back = receive_counts, send_counts, group
+        received = sent.new_empty(sum(receive_counts), *sent.shape[1:])
+        sent = sent.contiguous()
+        dist.all_to_all_single(received, sent, receive_counts, send_counts, group=group)
+        return received
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        return ExchangeKeys.apply(gradient, *ctx.way_back), None, None, None
 
 
 # --- in a model of yours: even work, keys travel while a rank computes, and tiles need no mask
 
 
 class DocumentRing(Ring):
-    """In place of attention's core, as Ring. starts (B, T) on the host: where each token's document
-    starts.
-
-        ring = DocumentRing(group)
-        model = Decoder(ring)                           # yours; each layer: ring(q, k, v, starts)
-        first = (tokens == separator).cpu()             # (B, T): which tokens begin a document
-        starts = torch.where(first, torch.arange(T), 0).cummax(dim=1).values
-        held = ring.positions(T, starts=starts)         # other ones for each batch
-        x, y = shard_sequence(tokens, held), shard_sequence(targets, held, fill=-100)
-        place = held.clamp(max=T - 1)
-        in_document = (place - starts[:, place]).to(x.device)    # positions (B, T')
-        logits = model(x, in_document, starts)
-        # the rest as with Ring: the loss, backward, and the sum of gradients (its demo)"""
+    """In place of attention's core, used as Ring: ring(q, k, v, starts). starts (B, T), on the
+    host, of whole sequences: where each token's document starts, as 0 0 0 3 3. positions() are
+    other ones for each batch. A token's position within its document: position - its start."""
 
     chunks = 8  # per rank. More of them: more even, but more tiles, and more keys of others
 
     def __init__(self, group, zigzag=True):  # True: dealt out evenly. False: consecutive tokens
         super().__init__(group, zigzag)
         dist.barrier(group)  # nccl connects all ranks in a first message. Later some send nothing
+        self.where = self.starts = self.plan = None  # of the last batch
 
     def positions(self, length, multiple=1, starts=None):
         return deal_tokens(length, self.n, starts, self.zigzag, multiple)[self.rank]
@@ -111,10 +115,13 @@ class DocumentRing(Ring):
     def forward(self, q, k, v, starts):
         self.check(q, k, v)
         check_starts(starts, q, self.n)
-        plan = find_plan(self.rank, self.n, q.shape[2], self.zigzag, starts, q.device)
+        where = self.rank, self.n, q.shape[2], self.zigzag
+        if where != self.where or not torch.equal(starts, self.starts):  # once for all layers
+            self.where, self.starts = where, starts.clone()  # it may be changed in place
+            self.plan = find_plan(*where, starts, q.device)
         # All rows as one, (1, H, B T', D): so a tile of one row is a run of tokens
         q, k, v = (t.transpose(0, 1).flatten(1, 2).unsqueeze(0) for t in (q, k, v))
-        y = DocumentRingAttention.apply(q, k, v, self.group, plan)
+        y = DocumentRingAttention.apply(q, k, v, self.group, self.plan)
         return y.squeeze(0).unflatten(1, (len(starts), -1)).transpose(0, 1)
 
 
@@ -240,14 +247,7 @@ class Plan(NamedTuple):
 
 
 def find_plan(rank, n, tokens, even, starts, device="cpu"):
-    """This rank's Plan, made once for all layers and passes of a batch. tokens: T'."""
-    content = starts.long().numpy().tobytes()  # not the tensor, which may be changed in place
-    return make_plan(rank, n, tokens, even, starts.shape, content, device)
-
-
-@lru_cache(maxsize=32)
-def make_plan(rank, n, tokens, even, shape, content, device):
-    starts = torch.frombuffer(bytearray(content), dtype=torch.int64).view(shape)
+    """This rank's Plan. tokens: T'."""
     check_documents(starts)
     held, count = deal_tokens(n * tokens, n, starts, even), len(starts) * tokens
     plan = Plan([], [], [])
@@ -281,6 +281,7 @@ class DocumentCore(nn.Module):
     def forward(self, q, k, v, starts):
         length, grouped = q.shape[2], q.shape != k.shape
         starts = F.pad(starts, (0, length - starts.shape[1]), value=starts.shape[1])
+        check_documents(starts)
         edges = (starts == torch.arange(length)).flatten().nonzero().flatten().tolist()
         edges.append(starts.numel())  # document i of the batch: its tokens edges[i] to edges[i + 1]
         lengths = [end - begin for begin, end in pairwise(edges)]
@@ -311,8 +312,8 @@ def check_starts(starts, q, n):
 
 
 def check_documents(starts):
-    """Such as documents' numbers in the place of their starts."""
-    at = torch.arange(starts.shape[1])
+    """Such as documents' numbers (0 0 0 1 1), or positions in them (0 1 2 0 1)."""
+    at = torch.arange(starts.shape[1], device=starts.device)
     if not torch.equal(starts, torch.where(starts == at, at, 0).cummax(dim=1).values):
         raise ValueError("starts must hold, for each token, the position of its document's first")
 
@@ -329,55 +330,99 @@ def attend_by_document(model):
 
 # --- demo ---
 
-import ddp
-import harness
-import proof
-import receipts.context_parallel
-from harness.documents import add_flag, starts_of
+if __name__ == "__main__":  # importing this file needs no model.py
+    from context_parallel import parallelize_context, shard_sequence
+    from model import GPT, IGNORE, Config, OneProcess, Sent, join_ranks, leave, text_batch
 
 
 def main():
-    parser = harness.parser(__doc__, documents="\n\n", context=512, batch=4)  # paragraphs
-    g = parser.add_argument_group("packed documents")
-    why = "one run of consecutive tokens per rank: the ranks' work is uneven"
-    g.add_argument("--contiguous", action="store_true", help=why)
-    add_flag(g)
+    parser = argparse.ArgumentParser(description="train a GPT with each form, and prove it")
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--context", type=int, default=91, help="tokens of a sequence")
     args = parser.parse_args()
-    if harness.configure(args).experts:
-        raise harness.Refused("experts: train.py --cp 2 --documents --experts has them")
-    harness.check_batch(args, 1)
-    proof.launch(demo, args)
+    device = join_ranks()
+    n, group = dist.get_world_size(), dist.group.WORLD
+    whole_chunks = 8 * n * math.ceil(args.context / 8 / n)  # the plain form pads nothing
+    for even in (False, True):
+        train(PlainDocuments(group, even), 4, whole_chunks, args.steps, device)
+    for even in (False, True):
+        train(DocumentRing(group, even), 2, args.context, args.steps, device)
+    train(DocumentCore(), 2, args.context, args.steps, device)
+    leave()
 
 
-def demo(run):
-    args, context, group = run.args, run.config.context, dist.group.WORLD
-    run.groups(cp=group)  # its name in the receipt
-    core = DocumentRing(group, zigzag=not args.contiguous)
-    model = run.fill(parallelize_context(run.meta_model(), core))
-    parameters = list(model.parameters())
-    sync = ddp.DDP(parameters, group, args.microbatches)  # as in context_parallel.py
-    optimizer = harness.make_optimizer(parameters, args)
-    for step in run.steps(optimizer):
-        sync.zero_grad()
-        loss = run.zero()
-        for tokens, targets, samples in run.microbatches(step):  # whole sequences, on every rank
-            starts = starts_of(tokens, args)
-            held = core.positions(context, starts=starts).to(run.device)  # cut anew each time
-            x, y = shard_sequence(tokens, held), shard_sequence(targets, held, -1)
-            positions = held.clamp(max=context - 1)  # padding must have some position
-            # The model counts a token's position from `starts`, the start of its document
-            part = model(x, positions, y, run.target_count, samples, starts)
-            part.backward()
-            loss += part.detach()
-        sync.finish()
-        dist.all_reduce(loss, group=group)
-        norm = harness.grad_norm(parameters)
-        run.check(loss, norm, model.named)
-        harness.clip(parameters, norm, args.grad_clip)
+class PlainDocuments(DocumentRing):
+    def forward(self, q, k, v, starts):
+        held = deal_tokens(starts.shape[1], self.n, starts, self.zigzag).to(q.device)
+        return plain_document_attention(q, k, v, starts.to(q.device), held, self.group)
+
+
+def train(core, kv_heads, context, steps, device):
+    rank, n = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    config = Config(layers=2, heads=4, kv_heads=kv_heads, width=32, context=context)
+    model = GPT(config).to(device, torch.float64)
+    one = OneProcess(model, torch.optim.AdamW)
+    one.model.register_forward_pre_hook(  # by model.py's own mask
+        lambda _, x, options: (x, options | {"starts": starts}), with_kwargs=True
+    )
+    parallelize_context(model, core)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(steps):
+        tokens, targets, count = text_batch(step, 5, context, device)
+        first = (tokens == ord("\n")).cpu()  # a line is a document
+        starts = torch.where(first, torch.arange(context), 0).cummax(dim=1).values
+        rows, held = torch.arange(5), torch.arange(context)  # of this rank
+        if isinstance(core, DocumentCore):  # whole sequences: data parallelism
+            rows = rows.tensor_split(n)[rank]
+        else:
+            held = core.positions(context, starts=starts)
+        x, y = shard_sequence(tokens[rows], held), shard_sequence(targets[rows], held, fill=IGNORE)
+        positions = held.clamp(max=context - 1).to(device)  # padding must have some position
+        optimizer.zero_grad()
+        with Sent() as sent:
+            loss = model(x, positions, y, count, starts=starts[rows])
+            loss.backward()
+            for p in model.parameters():
+                dist.all_reduce(p.grad)  # each rank has the part of its tokens
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
-        run.log()
-    return run.receipt(*receipts.context_parallel.of_demo(run, len(held), find_plan))
+        loss = loss.detach()
+        dist.all_reduce(loss)
+        alone = one.train_step(tokens, targets, count, 0.5)
+        if step == 0 and rank == 0:
+            even = f", even: {core.zigzag}" if isinstance(core, Ring) else ""
+            print(f"{type(core).__name__}{even}, {n} ranks, {context} tokens")
+        pairs = list(zip(model.named_parameters(), one.model.parameters()))
+        gradients = [(name, p.grad, q.grad) for (name, p), q in pairs]
+        weights = [(name, p.data, q.data) for (name, p), q in pairs]
+        one.compare(step, loss, alone, gradients, weights)
+    text, of_layer = keys_sent(core, starts, kv_heads)
+    gradients = 2 * (n - 1) / n * sum(p.nbytes for p in model.parameters())
+    one.prove(sent, f"{text}2 r P e", 2 * of_layer + gradients)
+
+
+def keys_sent(core, starts, kv_heads):
+    """What this rank sends of a layer's keys, values and their gradients, as text and in bytes, by
+    what each query sees."""
+    if isinstance(core, DocumentCore):
+        return "", 0
+    rank, context, plain = core.rank, starts.shape[1], isinstance(core, PlainDocuments)
+    held = [part[part < context] for part in deal_tokens(context, core.n, starts, core.zigzag)]
+
+    def used(user, owner):  # how many of the owner's keys, in all rows
+        seen = visible(starts, held[user], held[owner]).any(dim=1)  # (B, Tk)
+        # The plain form sends a key of all rows if one row needs it
+        return len(starts) * seen.any(dim=0).sum().item() if plain else seen.sum().item()
+
+    others = [other for other in range(core.n) if other != rank]
+    lent = sum(used(other, rank) for other in others)  # G
+    borrowed = sum(used(rank, other) for other in others)  # A
+    width = 8 * kv_heads  # C_kv; e and a are 8
+    if plain:  # which keeps the keys for backward
+        return "L 2 (G + A) e C + ", 2 * (lent + borrowed) * 8 * width
+    return "L (4 G e + 2 A a) C_kv + ", (4 * lent + 2 * borrowed) * 8 * width
 
 
 if __name__ == "__main__":
-    harness.script(main)
+    main()

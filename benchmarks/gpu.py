@@ -45,11 +45,11 @@ PROFILED = 3  # steps of a run that train.py --profile-to traces
 NAMES = "muon tensor_overlap"
 TECHNIQUES = [f"{name}.py" for name in NAMES.split()]
 TECHNIQUES += ["diloco.py --stream 2 --stream-delay 1 --outer-bits 4"]
-TECHNIQUES += ["packed_documents.py --documents e --dtype bfloat16"]
+DOCUMENTS = "--cp 2 --documents e"
 V = "--pp 4 --layers 8 --microbatches 8 --schedule zb-v"
 DUALPIPE = "--dp 2 --pp 2 --ep 2 --experts 4 --microbatches 8 --schedule dualpipev"
 LAYOUTS = {  # ranks: flags of train.py
-    2: ["--dp 2 --zero 3", "--tp 2 --sp", "--pp 2", "--cp 2 --recompute block"],
+    2: ["--dp 2 --zero 3", "--tp 2 --sp", "--pp 2", "--cp 2 --recompute block", DOCUMENTS],
     4: ["--tp 2 --sp --pp 2 --schedule zb-h1", "--dp 2 --cp 2 --ep 4 --experts 4", V, DUALPIPE],
     8: ["--dp 2 --tp 2 --pp 2 --zero 1", "--dp 8 --zero 3 --zero-ranks 2 --offload"],
 }

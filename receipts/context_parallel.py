@@ -1,12 +1,11 @@
-"""What context parallelism sends, by its formulas, and each rank's share of the work: for train.py
-and packed_documents.py's demo. The technique's functions come in as arguments."""
+"""What context parallelism sends, by its formulas, and each rank's share of the work: for train.py.
+The technique's functions come in as arguments."""
 
 import itertools
 import math
 
 from harness import documents
-from receipts import ddp
-from receipts.formulas import Group, add, held, sizes_of, summed
+from receipts.formulas import held, summed
 
 LENGTHS = (9, 3, 120, 1, 30, 6, 2, 14, 5, 40, 4, 22)  # tokens of documents, for pictures and tests
 
@@ -71,26 +70,6 @@ def expected(sizes, group, kind, rings, used=None):
         sums = layers * 2 * config.experts * sizes.exact
         sent |= summed(group, sums, "the routers' sums over sequences")
     return sent, held(sizes, activations="1/N of one process's")
-
-
-def of_demo(run, tokens, find_plan):
-    """(layout, sent, held, notes) of packed_documents.py's receipt. Gradients are summed as by
-    ddp.py. tokens: of a rank, with padding. find_plan: the lesson's."""
-    args, n = run.args, run.world
-    group, sizes = Group("cp", n), sizes_of(args, run.config, length=tokens)
-    where = n, tokens, not args.contiguous
-    batches = run.microbatches(run.measured)
-    used = tokens_used(find_plan, batches, args, run.rank, *where)
-    sent, held = expected(sizes, group, "ring", None, used)
-    sent = add(ddp.expected(sizes, group)[0], sent)
-    starts = documents.starts_of(batches[-1][0], args)
-    tiles = [find_plan(rank, *where, starts).tiles for rank in range(n)]
-    even = " ".join(f"{share:.0%}" for share in shares(tiles))
-    notes = [f"work of attention, of an even share, by rank of the ring: {even}"]
-    if n > 1:
-        share = used[0] / (args.batch * tokens * (n - 1))
-        notes.append(f"rank 0 sends {share:.0%} of the keys that it sends without documents")
-    return {"cp": n}, sent, held, notes
 
 
 def tokens_used(find_plan, batches, args, *where):

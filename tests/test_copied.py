@@ -312,30 +312,6 @@ def test_usage_of_tensor_and_sequence_parallel(tp, sp, overlap, messages):
     assert use.model(x).equal(logits)
 
 
-@on_top_of("context_parallel packed_documents", 2)
-def test_usage_of_packed_documents(cp, pd):
-    """One batch, of a length that two ranks don't divide; it is one document."""
-    use, (tokens, targets, count) = OneProcess(MODELS["grouped"](), "sgd"), batch(0, 13)
-
-    def decoder(core):
-        for block in use.model.blocks:
-            block.attn.core = lambda *qkv: core(*qkv, *filter(torch.is_tensor, [names["starts"]]))
-        return use.model
-
-    names = vars(cp) | vars(pd) | dict(group=group.WORLD, Decoder=decoder, T=13, nn=nn)
-    names |= dict(tokens=tokens, targets=targets, target_count=count, starts=None, separator=-1)
-    exec(usage(pd.DocumentRing), names)
-    logits, y = names["logits"].flatten(0, 1), names["y"].flatten()
-    (F.cross_entropy(logits, y, ignore_index=-100, reduction="sum") / count).backward()
-    for p in use.model.parameters():
-        if p.grad is not None:
-            dist.all_reduce(p.grad)
-    gradients = one_process("grouped", "sgd", 1, limit=0)[1]
-    torch.testing.assert_close(
-        {name: p.grad for name, p in use.named().items()}, gradients, rtol=1e-9, atol=1e-10
-    )
-
-
 @pytest.mark.parametrize("microbatches, row", [(2, "gpipe_row"), (4, "one_f_one_b_row")])
 @on_top_of("pipeline", 3)
 def test_plain_pipeline(pp, microbatches, row):

@@ -44,7 +44,7 @@ def test_rehearsed_on_cpus_a_failure_is_a_row_and_the_others_go_on(monkeypatch, 
 
 
 @pytest.mark.parametrize(
-    "gpus, ranks, train", [(0, 4, 8), (1, 4, 9), (2, 2, 4), (7, 4, 8), (8, 8, 10)]
+    "gpus, ranks, train", [(0, 4, 9), (1, 4, 10), (2, 2, 5), (7, 4, 9), (8, 8, 11)]
 )
 def test_what_is_proven(gpus, ranks, train):
     cases = gpu.proof_cases("cuda", gpus)

@@ -28,6 +28,7 @@ LESSONS = {
     "expert_parallel": ("model mixture", (2, 3, 4)),
     "context_parallel": ("model", (2, 3, 4)),
     "ulysses": ("model context_parallel", (2, 3, 4)),
+    "packed_documents": ("model context_parallel", (2, 3)),
     "parameter_server": ("model", (2, 3, 4)),
     "pipeline": ("model", (1, 3, 4)),
     "zero": ("model", (2, 3, 4)),

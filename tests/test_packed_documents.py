@@ -14,6 +14,7 @@ from test_context_parallel import attention, inputs, plain, whole
 import context_parallel as cp
 import packed_documents as pd
 from receipts import context_parallel as long_context
+from ulysses import Ulysses
 
 # Lengths of documents, a row each: of one token, over all ranks, ending where a rank's tokens end
 LENGTHS = [[1, 15, 1, 1, 30, 16], [64], [16, 47, 1]]
@@ -41,7 +42,6 @@ def test_documents_are_each_alone(ranks):
                 attention(rank, way, *rest, changed.zero_())
                 found.append(attention(rank, way, *rest, changed.copy_(starts)))
         for off in ((starts - 1).clamp(min=0), torch.where(starts > 0, starts + 1, 0)):
-            pd.make_plan.cache_clear()
             with mock.patch.object(pd, "document_tiles", off_by_one(off)):
                 found.append(attention(rank, "ring", 4, size, 64, 7, torch.float64, starts))
         return found
@@ -116,8 +116,6 @@ def test_one_rank_and_an_evaluation(ranks):
 def test_the_plain_form_is_attention_within_documents(ranks):
     """Of any cut; its gradients, too."""
     size, starts = (3, 4, 4, 8), starts_of(LENGTHS)
-    for wrong in ([0, 0, 0, 1, 1], [0, 1, 0, 3, 3]):  # numbers; one that goes on after another
-        pytest.raises(ValueError, pd.check_documents, torch.tensor([wrong]))
     held = torch.randperm(64, generator=torch.Generator().manual_seed(1)).view(4, 16)
 
     def work(rank):
@@ -130,6 +128,24 @@ def test_the_plain_form_is_attention_within_documents(ranks):
     expected = plain(size, 64, 7, documents=DOCUMENTS)
     for ours, theirs in zip(whole(ranks(4, work), 64), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_what_is_no_start_is_refused_in_every_kind(ranks):
+    """Documents' numbers, positions in them, a document that goes on after another."""
+
+    def work(rank):
+        group, q = dist.group.WORLD, torch.ones(1, 2, 8, 8)
+        held = torch.arange(8).view(1, -1)
+        kinds = pd.DocumentRing(group), pd.DocumentCore(), Ulysses(group, pd.DocumentCore())
+        for wrong in ("00011111", "01201012", "01033333"):
+            starts = torch.tensor([[int(start) for start in wrong]])
+            for attend in kinds:
+                with pytest.raises(ValueError, match="position of its document's first"):
+                    attend(q, q, q, starts)
+            with pytest.raises(ValueError, match="position of its document's first"):
+                pd.plain_document_attention(q, q, q, starts, held, group)
+
+    ranks(1, work)
 
 
 def random_documents(rng, rows, total):
@@ -169,9 +185,3 @@ def test_dealing_two_chunks_of_one_document_makes_a_zigzag(monkeypatch):
         dealt = pd.deal_tokens(16 * ring, ring, starts_of([[16 * ring]]))
         zigzag = [cp.held_positions(16 * ring, rank, ring) for rank in range(ring)]
         assert torch.equal(dealt, torch.stack(zigzag))
-
-
-def test_the_script_proves_itself(script):
-    flags = "--nproc 3 --steps 2 --dtype float64 --layers 2 --context 100 --quiet"
-    code, said = script("packed_documents", flags)
-    assert code == 0, said
