@@ -10,7 +10,8 @@ values go around a ring of N ranks. kv2 are the keys and values of rank 2:
     rank 3    kv3   kv2   kv1   kv0
 
 In each step a rank computes one tile of attention, its queries with one rank's keys, while the next
-keys travel. The tiles add up to exact attention: each counts by its part of the denominator.
+keys travel. The tiles add up to exact attention, each weighted by its share of the softmax's
+denominator (add_tile).
 
 Split     A late token sees more keys than an early one. So each rank has an early and a late chunk:
               chunk   0 1 2 3 4 5 6 7
@@ -18,11 +19,13 @@ Split     A late token sees more keys than an early one. So each rank has an ear
 Sent      Per rank and block: K and V make N - 1 hops in forward, and again in backward. dK and dV,
           float32 at least, make N hops. (4 r e + 2 a) B T C_kv bytes for B sequences of T tokens:
           r = (N-1)/N, C_kv is the width of K, e bytes per element, a = max(e, 4).
-Backward  Forward keeps lse, the logarithm of a query's softmax denominator over all keys. Then
-          e^(score - lse) is the final probability, and a tile's gradients need no other tile.
+          Once a step: 2 r P e, to all-reduce the gradients of all P parameters.
+Backward  A tile's gradients need no other tile, only two numbers per query. lse is the logarithm of
+          its softmax's denominator over all keys: e^(score - lse) is the final probability. And
+          softmax's backward subtracts grad . out. So forward keeps lse and out.
 Limits    Worth it where one sequence's activations don't fit on a rank. A tile should take longer
-          than the next keys' way (docs/learn/long-sequences.md). With many ranks it sends less to
-          trade tokens for heads: advanced/ulysses.py.
+          than the next keys take to arrive (docs/learn/long-sequences.md). With many ranks,
+          exchanging heads for tokens sends less: advanced/ulysses.py.
 
     torchrun --nproc_per_node=4 context_parallel.py    (needs model.py, to train and prove itself)
 
@@ -39,8 +42,9 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.autograd.function import once_differentiable  # a second derivative is an error
 
-# torch 2.13 renamed it; older versions know only the second name
+# torch 2.13 renamed them; older versions know only the second name
 all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # --- the ring in its plainest form: consecutive tokens, and nothing overlaps
 
@@ -56,9 +60,10 @@ class PlainRingAttention(torch.autograd.Function):
         rank, n = dist.get_rank(group), dist.get_world_size(group)
         kv = torch.stack((k, v))
         out, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -math.inf)
-        for step in range(n):  # kv is that of rank - step. Higher ranks have later keys
-            if step <= rank:
-                add_tile(out, lse, *attention(q, *kv, causal=step == 0))
+        for step in range(n):
+            source = rank - step  # whose keys kv are. Below 0: a higher rank's, which are all later
+            if source >= 0:
+                add_tile(out, lse, *attention(q, *kv, causal=source == rank))
             if step < n - 1:
                 kv = pass_on(kv, group)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -73,8 +78,10 @@ class PlainRingAttention(torch.autograd.Function):
         kv = torch.stack((k, v))
         dq, dkv = torch.zeros_like(q), torch.zeros_like(kv)
         for step in range(n):
-            if step <= rank:
-                dq_tile, dk, dv = attention_gradients(grad, q, *kv, out, lse, causal=step == 0)
+            source = rank - step
+            if source >= 0:
+                causal = source == rank
+                dq_tile, dk, dv = attention_gradients(grad, q, *kv, out, lse, causal)
                 dq += dq_tile
                 dkv += torch.stack((dk, dv))
             if step < n - 1:
@@ -92,7 +99,7 @@ def attention(q, k, v, causal):
 
 def add_tile(out, lse, tile_out, tile_lse):
     """Add attention to other keys, in place. The denominators e^lse and e^tile_lse add up to
-    e^total. Each query must see a key: else its lse is -inf, and -inf - -inf is NaN."""
+    e^total. Each query must see at least one of the tile's keys: otherwise it gets NaN."""
     total = torch.logaddexp(lse, tile_lse)
     out.mul_((lse - total).exp_().unsqueeze(-1))
     out.add_(tile_out * (tile_lse - total).exp_().unsqueeze(-1))
@@ -110,7 +117,8 @@ def attention_gradients(grad, q, k, v, out, lse, causal):
 
 
 def masked_scores(q, k, causal):
-    """q k^T / sqrt(D), (B, H, Tq, Tk). causal: the same tokens, -inf where the key is later."""
+    """q k^T / sqrt(D), (B, H, Tq, Tk). causal: queries and keys are of the same tokens; -inf where
+    the key is later."""
     scores = q @ k.mT / math.sqrt(q.shape[-1])
     if causal:
         scores += torch.full_like(scores[0, 0], -math.inf).triu(1)
@@ -119,15 +127,22 @@ def masked_scores(q, k, causal):
 
 def pass_on(tensor, group):
     """Send a tensor to the next rank of the ring. Returns what the rank before has sent."""
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
     received = torch.empty_like(tensor)
-    messages = [
-        dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % n),
-        dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % n),
-    ]
-    for message in dist.batch_isend_irecv(messages):
+    for message in start_hop(tensor, received, group):
         message.wait()
     return received
+
+
+def start_hop(sent, received, group):
+    """Start to send to the next rank and to receive from the one before. Returns the messages, to
+    wait for."""
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    if n == 1:  # gloo connects no rank with itself
+        received.copy_(sent)
+        return []
+    send = dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % n)
+    receive = dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % n)
+    return dist.batch_isend_irecv([send, receive])
 
 
 # --- for any model: work is even, the next keys travel meanwhile, any number of kv-heads
@@ -137,26 +152,30 @@ class Ring(nn.Module):
     """In place of attention's core: ring attention over `group`, q (B, H, T', D), k and v
     (B, H_kv, T', D) -> (B, H, T', D). It has no parameters: one serves all layers.
 
-    positions(T) are those of the T tokens that this rank holds. Cut tokens and targets by
-    shard_sequence, after the targets were shifted, and give embeddings and rotations the same
-    positions. After the last micro-batch sum each gradient over the group: the demo shows it.
+    1. positions(T): which of a sequence's T positions this rank holds, (T',). Shift the targets,
+       then cut tokens and targets by shard_sequence. Embeddings and rotations get the same
+       positions.
+    2. The loss is the sum over this rank's targets, divided by the number of all ranks' targets.
+    3. After the last micro-batch sum each gradient over the group. The demo shows all three.
 
-    Attention is causal and scaled by 1/sqrt(D): no dropout, no other mask, no second derivative.
-    Tiles follow from the rank: tokens that are cut otherwise, as by chunk(), give wrong numbers
-    without an error; so does q of shape (B, T', H, D). B and T' are the same on all ranks, or the
-    group aborts or hangs. Beside another technique: docs/use/two-techniques.md.
-    zigzag=False: consecutive tokens per rank, and the last rank has most of the work."""
+    Attention is causal and scaled by 1/sqrt(D): no dropout, no other mask, no second derivative. B
+    and T' must be the same on all ranks: otherwise the group aborts or hangs. Beside another
+    technique: docs/use/two-techniques.md. zigzag=False: consecutive tokens per rank, and the last
+    rank has most of the work.
 
-    chunks = 2  # per rank: what held_positions deals out
+    These give wrong numbers without an error. Tokens that are cut otherwise, as by chunk(): the
+    rank alone says which keys a query sees. q, k and v as (B, T', H, D). Behind the attention
+    interface of transformers: a mask, because a ring never sees it, and position_ids that were left
+    out. There refuse both: docs/learn/long-sequences.md shows how."""
 
     def __init__(self, group, zigzag=True):
         super().__init__()
         self.group, self.rank, self.n = group, dist.get_rank(group), dist.get_world_size(group)
         self.zigzag = zigzag
 
-    def positions(self, length, multiple=1, starts=None):
+    def positions(self, length, multiple=1):
         """(T',): the positions of a sequence that this rank holds. Those from `length` on are
-        padding. starts: for packed_documents.py."""
+        padding."""
         return held_positions(length, self.rank, self.n, self.zigzag, multiple)
 
     def forward(self, q, k, v):
@@ -166,32 +185,32 @@ class Ring(nn.Module):
     def attend(self, q, k, v, tiles):
         return RingAttention.apply(q, k, v, self.group, tiles)
 
-    def check(self, q, k, v):
+    def check(self, q, k, v, chunks=2):
         if q[:, 0].shape != k[:, 0].shape or q.shape[1] % k.shape[1] or q.dtype != k.dtype:
             raise ValueError("give q (B, H, T', D), k, v (B, H_kv, T', D), H a multiple of H_kv")
-        if self.zigzag and q.shape[2] % self.chunks:
-            raise ValueError(f"not {self.chunks} equal chunks: cut sequences by positions()")
+        if self.zigzag and q.shape[2] % chunks:
+            raise ValueError(f"not {chunks} equal chunks: cut sequences by positions()")
 
 
 def shard_sequence(x, held, fill=0):
     """The columns of x (B, T, ...) at positions `held` (T',) of T -> (B, T', ...), with `fill` for
-    padding. For targets `fill` is the value that the loss ignores, else padding would count."""
+    padding. For targets `fill` must be the value that the loss ignores."""
     held = held.to(x.device)
     padding = (held >= x.shape[1]).view(-1, *[1] * (x.dim() - 2))
     return x[:, held.clamp(max=x.shape[1] - 1)].masked_fill(padding, fill)
 
 
 def held_positions(length, rank, n, zigzag=True, multiple=1):
-    """The positions that a rank of a ring of n holds. multiple: of the tokens in a chunk, where
-    several ranks share it."""
+    """The positions that a rank of a ring of n holds. multiple: divides a chunk's tokens, where so
+    many ranks share a rank's chunks (advanced/ulysses.py)."""
     chunks = [rank, 2 * n - 1 - rank] if zigzag else [rank]
     size = math.ceil(length / (n * len(chunks) * multiple)) * multiple  # tokens per chunk
     return torch.cat([torch.arange(chunk * size, (chunk + 1) * size) for chunk in chunks])
 
 
 class Tile(NamedTuple):
-    """Queries of this rank, and keys of one rank that they all see. causal: the same tokens, and a
-    query sees the keys up to its own."""
+    """Queries of this rank, and keys of one rank, all of which they see. causal: queries and keys
+    are of the same tokens, and a query sees the keys up to its own."""
 
     queries: slice
     keys: slice
@@ -199,8 +218,8 @@ class Tile(NamedTuple):
 
 
 def ring_tiles(rank, n, tokens, zigzag=True):
-    """tiles[r]: this rank's queries with the keys of rank r. tokens: T'. In a zigzag each has half
-    of all pairs, so in every step all ranks have equal work."""
+    """tiles[r]: this rank's queries with the keys of rank r. tokens: T'. In a zigzag each tile has
+    half of the T' x T' pairs, so in every step all ranks have equal work."""
     every, early, late = slice(0, tokens), slice(0, tokens // 2), slice(tokens // 2, tokens)
     own = [Tile(every, every, causal=True)]  # a rank's tokens are in order
     if not zigzag:
@@ -216,8 +235,8 @@ def ring_tiles(rank, n, tokens, zigzag=True):
 def attend_to_all(q, kv_by_rank, tiles):
     """Attention of this rank's queries to all keys: the result and its lse. kv_by_rank yields
     (rank, its keys and values). tiles[rank]: those with that rank's keys."""
-    exact = torch.promote_types(q.dtype, torch.float32)  # of sums, and of lse
-    out = torch.zeros_like(q, dtype=exact)
+    sum_dtype = torch.promote_types(q.dtype, torch.float32)  # float32 at least, for lse as well
+    out = torch.zeros_like(q, dtype=sum_dtype)
     lse = out.new_full(q.shape[:3], -math.inf)
     for source, kv in kv_by_rank:
         for tile in tiles[source]:
@@ -246,7 +265,7 @@ class RingAttention(torch.autograd.Function):
         dq, dkv = torch.zeros_like(q, dtype=lse.dtype), torch.zeros_like(kv, dtype=lse.dtype)
         for source, source_kv in around_the_ring(kv, ctx.group):
             # In each step: compute this step's tiles, wait for dkv (the sums of the ranks before),
-            # add the tiles to it, send it on. So dkv travels while tiles are computed
+            # add the tiles to it, send it on. So dkv travels while the next tiles are computed
             dkv_tiles = []
             for tile in ctx.tiles[source]:
                 dq_tile, *dkv_tile = tile_gradients(grad, q, source_kv, out, lse, tile)
@@ -276,16 +295,8 @@ def around_the_ring(kv, group):
 def start_passing(tensor, group, received=None):
     """pass_on in two halves: starts, and returns a function that waits and returns what arrived, in
     `received` or a new tensor."""
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    if n == 1:
-        return lambda: tensor
     received = torch.empty_like(tensor) if received is None else received
-    messages = dist.batch_isend_irecv(
-        [
-            dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % n),
-            dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % n),
-        ]
-    )
+    messages = start_hop(tensor, received, group)
 
     def wait():
         while messages:  # a message that is forgotten no longer holds what it sent
@@ -296,6 +307,9 @@ def start_passing(tensor, group, received=None):
 
 
 # --- a tile: by PyTorch's fused kernels, which also return lse, or by the plain functions
+#
+# The kernels are private to PyTorch; these calls were tested in torch 2.11 to 2.13. The demo's
+# float64 takes "cpu" on a CPU and the plain functions on a GPU, never "flash" or "efficient".
 
 
 def tile_attention(q, kv, tile):
@@ -303,7 +317,7 @@ def tile_attention(q, kv, tile):
     kv-head. 0.0 below: no dropout."""
     q, (k, v) = q[:, :, tile.queries], kv[:, :, :, tile.keys]
     kernel, aten = fused_kernel(q), torch.ops.aten
-    if kernel == "cpu":  # it takes no views
+    if kernel == "cpu":  # needs contiguous tensors
         q, k, v = (t.contiguous() for t in (q, k, v))
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, tile.causal)
     if kernel == "flash":
@@ -313,8 +327,8 @@ def tile_attention(q, kv, tile):
         forward = aten._scaled_dot_product_efficient_attention
         out, lse, *_ = forward(q, k, v, None, True, 0.0, tile.causal)  # no mask, with lse
         return out, lse[:, :, : q.shape[2]]  # padded: see below
-    exact = torch.promote_types(q.dtype, torch.float32)  # an error in lse scales the whole tile
-    return attention(q.to(exact), k.to(exact), v.to(exact), tile.causal)
+    sum_dtype = torch.promote_types(q.dtype, torch.float32)  # lse's error scales the whole tile
+    return attention(q.to(sum_dtype), k.to(sum_dtype), v.to(sum_dtype), tile.causal)
 
 
 def tile_gradients(grad, q, kv, out, lse, tile):
@@ -383,11 +397,9 @@ class GatheredAttention(torch.autograd.Function):
                 dq_tile, dk, dv = tile_gradients(grad, q, kv, out, lse, tile)
                 dq[:, :, tile.queries] += dq_tile
                 dkv[source][:, :, :, tile.keys] += torch.stack((dk, dv))
-        # A reduce-scatter, so that each rank sums the gradients of its own keys. As an all-to-all
-        # and a sum, because gloo's own sends twice as much
-        pieces = torch.empty_like(dkv)
-        dist.all_to_all_single(pieces, dkv, group=ctx.group)
-        return dq.to(q.dtype), *pieces.sum(0).to(q.dtype), None, None
+        own = torch.empty_like(dkv[0])  # the sums, over the ranks, for this rank's keys
+        reduce_scatter_tensor(own, dkv.flatten(0, 1), group=ctx.group)
+        return dq.to(q.dtype), *own.to(q.dtype), None, None
 
 
 class Gather(Ring):
@@ -470,6 +482,8 @@ def train(name, core, kv_heads, args, device):
     per_block, text = (4 * r + 2) * keys, "L (4 r e + 2 a) B T C_kv + 2 r P e"
     if isinstance(core, Gather):
         per_block, text = 4 * r * keys, "L (2 r e + 2 r a) B T C_kv + 2 r P e"
+    if n == 1:
+        per_block = 0  # a hop of dK and dV would be to the same rank
     one.prove(sent, text, 2 * per_block + 2 * r * size)
 
 

@@ -109,11 +109,11 @@ class DocumentRing(Ring):
         dist.barrier(group)  # nccl connects all ranks in a first message. Later some send nothing
         self.where = self.starts = self.plan = None  # of the last batch
 
-    def positions(self, length, multiple=1, starts=None):
+    def positions(self, length, starts, multiple=1):
         return deal_tokens(length, self.n, starts, self.zigzag, multiple)[self.rank]
 
     def forward(self, q, k, v, starts):
-        self.check(q, k, v)
+        self.check(q, k, v, self.chunks)
         check_starts(starts, q, self.n)
         where = self.rank, self.n, q.shape[2], self.zigzag
         if where != self.where or not torch.equal(starts, self.starts):  # once for all layers

@@ -87,11 +87,11 @@ class Ulysses(nn.Module):
         self.group, self.rank, self.n = group, dist.get_rank(group), dist.get_world_size(group)
         self.core = core
 
-    def positions(self, length, starts=None):
+    def positions(self, length, *starts):
         """(T',): the positions that this rank holds, a part of its ring's rank's or of all."""
         if not isinstance(self.core, Ring):
             return held_positions(length, self.rank, self.n, zigzag=False)
-        return self.core.positions(length, self.n, starts).chunk(self.n)[self.rank]
+        return self.core.positions(length, *starts, multiple=self.n).chunk(self.n)[self.rank]
 
     def forward(self, q, k, v, *starts):
         copies = self.n // math.gcd(k.shape[1], self.n)  # so that N divides H_kv copies

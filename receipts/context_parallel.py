@@ -63,7 +63,8 @@ def expected(sizes, group, kind, rings, used=None):
         sent["send", names[0]] = keys_and_values + ring * kv * sizes.exact, text
     elif kind == "gather":
         sent["all_gather", names[0]] = forwards * (ring - 1) * kv * e, "2 r B T C_kv e a block"
-        sent["all_to_all", names[0]] = (ring - 1) * kv * sizes.exact, "2 r B T C_kv a a block"
+        sums = (ring - 1) * kv * sizes.exact
+        sent["reduce_scatter", names[0]] = sums, "2 r B T C_kv a a block"
     sent = {key: (sizes.blocks * size, text) for key, (size, text) in sent.items()}
     if config.experts and config.balance_loss:
         layers = forwards * sizes.blocks * sizes.sequences

@@ -8,7 +8,6 @@ import math
 import torch
 import torch.distributed as dist
 
-import context_parallel
 import dualpipe
 import harness
 import packed_documents
@@ -230,7 +229,7 @@ def padded(length, args):
 def token_unit(args):
     """What a sequence is padded to a multiple of: context parallelism deals out chunks of one size,
     sequence parallelism splits each rank's tokens evenly."""
-    ring = packed_documents.DocumentRing if args.documents else context_parallel.Ring
-    in_ring = args.cp > 1 and args.cp_kind != "ulysses"
-    chunks = args.cp * ring.chunks if in_ring else args.cp
+    chunks = args.cp
+    if args.cp > 1 and args.cp_kind != "ulysses":  # a rank of a ring has several
+        chunks *= packed_documents.DocumentRing.chunks if args.documents else 2
     return math.lcm(chunks, args.cp * args.tp if args.sp else 1)

@@ -99,7 +99,8 @@ class Runner:
         """The positions (T/cp,) that this rank holds of a sequence, padding at the end. starts: of
         its documents, if they are kept apart."""
         length, core = layout.padded(length, self.run.args), self.model.core
-        held = core.positions(length, starts=starts) if core else torch.arange(length)
+        documents = () if starts is None else (starts,)
+        held = core.positions(length, *documents) if core else torch.arange(length)
         return held.to(self.run.device)
 
     @contextlib.contextmanager
