@@ -1,9 +1,10 @@
 """Ulysses: context parallelism that trades tokens for heads, around each attention.
 
-Read context_parallel.py first, and copy it as well: its tokens, and its ring. Each of N ranks holds
-T / N tokens of every sequence. Attention works on each head by itself. So all-to-alls bring a rank
-all tokens of H / N heads, it computes attention as one process would, and an all-to-all brings
-every token's result home. With 2 ranks, 4 heads and 6 tokens; a letter is a head:
+Read context_parallel.py first, and copy it as well: this file uses its cut of the tokens, and its
+ring. Each of N ranks holds T / N tokens of every sequence. Attention works on each head by itself.
+So all-to-alls bring a rank all tokens of H / N heads, it computes attention as one process would,
+and an all-to-all brings every token's result home. A rank has whole sequences of its heads, so
+causal work is even without a zigzag. With 2 ranks, 4 heads (a, b, c, d) and 6 tokens:
 
                     q, k, v: all heads      all-to-all: all tokens     all-to-all back
                     of 3 tokens             of 2 heads                 all heads of 3 tokens
@@ -14,12 +15,14 @@ every token's result home. With 2 ranks, 4 heads and 6 tokens; a letter is a hea
 
 Sent      Q, K, V and the result once in forward, and their gradients in backward. Per rank and
           block 4 r (C + C_kv) e B T / N bytes for B sequences of T tokens: r = (N-1)/N, C and C_kv
-          are the widths of Q and K, e bytes per element. A ring sends 4 r C_kv e B T and more. So
-          with many ranks Ulysses sends less, but nothing hides it.
+          are the widths of Q and K (copies of kv-heads included), e bytes per element. A ring sends
+          4 r C_kv e B T and more. So with many ranks Ulysses sends less, but its messages can't
+          overlap with attention. Once a step: 2 r P e, to all-reduce all P parameters' gradients.
 Backward  An all-to-all only moves data. So its backward is the all-to-all the other way.
-Limits    N must divide the heads. Where it doesn't divide the kv-heads, copies of them travel. For
-          more ranks than heads: rings of R ranks among all-to-alls of U, with N = R x U. A group of
-          U ranks shares the tokens that one rank of a ring would hold.
+Limits    N must divide the heads. Where it doesn't divide the kv-heads, copies of them travel.
+          More ranks than heads: N = R x U. U consecutive ranks (one machine) trade heads, and the
+          R ranks with the same place in their groups form a ring. The U ranks of a group share the
+          tokens that one rank of the ring would hold.
 
     torchrun --nproc_per_node=4 -m advanced.ulysses
 
@@ -54,7 +57,10 @@ class Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group, cut, join):
         ctx.group, ctx.cut, ctx.join = group, cut, join
-        pieces = torch.stack(x.chunk(dist.get_world_size(group), dim=cut))
+        n = dist.get_world_size(group)
+        if x.shape[cut] % n:
+            raise ValueError(f"{n} ranks do not divide the {x.shape[cut]} heads of a tensor")
+        pieces = torch.stack(x.chunk(n, dim=cut))
         received = torch.empty_like(pieces)
         dist.all_to_all_single(received, pieces, group=group)
         return torch.cat(received.unbind(0), dim=join)
@@ -76,11 +82,12 @@ def local_attention(q, k, v):
 
 class Ulysses(nn.Module):
     """In place of attention's core: heads are dealt out over `group`, and `core` computes attention
-    of this rank's heads for all tokens. Used as context_parallel.py's Ring is.
+    of this rank's heads for all tokens. Used as context_parallel.py's Ring is. `core` is one of
 
-    core  local_attention or the like: it gets q (B, H / N, N T', D), k and v, and returns q's
-          shape. Mask, scale and dropout are its own. Or, with groups of U and R ranks whose
-          product is N, a ring: Ulysses(group_of_u, Ring(group_of_r))"""
+    - local_attention or the like: it gets q (B, H / N, N T', D), k and v, and returns q's shape.
+      Mask, scale and dropout are its own
+    - a ring: with R x U ranks and ulysses_group, ring_group = make_groups(R) this is
+      Ulysses(ulysses_group, Ring(ring_group))"""
 
     def __init__(self, group, core=local_attention):
         super().__init__()
@@ -88,17 +95,28 @@ class Ulysses(nn.Module):
         self.core = core
 
     def positions(self, length, *starts):
-        """(T',): the positions that this rank holds, a part of its ring's rank's or of all."""
+        """(T',): with a ring, this rank's part of the positions that a rank of the ring alone would
+        hold; otherwise T / N consecutive ones. starts: for packed_documents.py."""
         if not isinstance(self.core, Ring):
             return held_positions(length, self.rank, self.n, zigzag=False)
         return self.core.positions(length, *starts, multiple=self.n).chunk(self.n)[self.rank]
 
     def forward(self, q, k, v, *starts):
-        copies = self.n // math.gcd(k.shape[1], self.n)  # so that N divides H_kv copies
-        kv = torch.cat((k, v), dim=-1).repeat_interleave(copies, dim=1)  # (B, H_kv copies, T', 2 D)
+        copies = self.n // math.gcd(k.shape[1], self.n)  # N divides H_kv * copies
+        kv = torch.cat((k, v), dim=-1)  # (B, H_kv, T', 2 D)
+        kv = kv.repeat_interleave(copies, dim=1)  # (B, H_kv * copies, T', 2 D)
         q = Exchange.apply(q, self.group, 1, 2)  # (B, H / N, N T', D)
         k, v = Exchange.apply(kv, self.group, 1, 2).chunk(2, dim=-1)
         return Exchange.apply(self.core(q, k, v, *starts), self.group, 2, 1)
+
+
+def make_groups(ring_ranks):
+    """This rank's groups among N = R x U ranks: of U consecutive ranks, to trade heads, and its
+    ring of R. All ranks call it."""
+    ranks = torch.arange(dist.get_world_size()).view(ring_ranks, -1)  # (R, U)
+    ulysses_group, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
+    ring_group, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist())
+    return ulysses_group, ring_group
 
 
 # --- demo ---
@@ -115,12 +133,12 @@ def main():
     args = parser.parse_args()
     device = join_ranks()
     n, group = dist.get_world_size(), dist.group.WORLD
+    if n % args.rings and dist.get_rank() == 0:
+        print(f"no form with rings: rings of {args.rings} do not divide {n} ranks\n")
     train("the plain form", PlainUlysses(group), 2 * n, args, device)
     train("Ulysses", Ulysses(group), 2, args, device)
     if n % args.rings == 0:
-        ranks = torch.arange(n).view(args.rings, -1)  # (R, U)
-        ring_group, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist())
-        ulysses_group, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
+        ulysses_group, ring_group = make_groups(args.rings)
         core = Ulysses(ulysses_group, Ring(ring_group))
         train(f"Ulysses with rings of {args.rings}", core, 2, args, device)
     leave()
@@ -173,8 +191,8 @@ def formula(config, core, tokens):
     c, c_kv = config.heads * head, math.lcm(config.kv_heads, u) * head  # C_kv: with copies
     sent, text = 4 * (u - 1) / u * (c + c_kv) * e * tokens, "L (4 r (C + C_kv) e B T / N"
     if isinstance(core.core, Ring):  # r here: R has (R-1)/R, and U (U-1)/U
-        r = 1 - u / n
-        sent += (4 * r + 2) * c_kv / u * e * tokens * n
+        hops = 4 * (1 - u / n) + (2 if n > u else 0)  # a ring of one rank sends nothing
+        sent += hops * c_kv / u * e * tokens * n
         text += " + (4 r e + 2 a) B T C_kv / U"
     parameters = sum(p.numel() for p in GPT(config).parameters())
     return f"{text}) + 2 r P e", config.layers * sent + 2 * (n - 1) / n * parameters * e

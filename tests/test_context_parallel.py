@@ -17,6 +17,7 @@ from tops import refused
 import context_parallel as cp
 from receipts import context_parallel as long_context
 from trainer import context
+from ulysses import make_groups
 
 
 def test_every_token_is_somewhere_once():
@@ -85,9 +86,8 @@ def efficient_kernels():
 def make_core(way, world, documents=False):
     groups = {"cp": dist.group.WORLD}
     if way == "ring-ulysses":
-        ranks = torch.arange(world).view(long_context.grid(way, world))
-        groups["ring"], _ = dist.new_subgroups_by_enumeration(ranks.T.tolist())
-        groups["ulysses"], _ = dist.new_subgroups_by_enumeration(ranks.tolist())
+        rings, _ = long_context.grid(way, world)
+        groups["ulysses"], groups["ring"] = make_groups(rings)
     core = context.make_core(way if way in context.KINDS else "ring", groups, documents)
     if way == "contiguous":
         core.zigzag = False

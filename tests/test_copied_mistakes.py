@@ -106,7 +106,7 @@ core({"ring" | "gather"})(*qkv(), attn_mask=torch.ones(6, 6))  # keyword argumen
 twice(lambda q: core({"ring" | "gather"})(q, q, q) ** 3, 2, 4, 6, 8)  # once_differentiable
 """,
     "context_parallel ulysses": """
-core("ulysses")(*qkv((2, 3, 6, 8), (2, 3, 6, 8)))  # stack expects
+core("ulysses")(*qkv((2, 3, 6, 8), (2, 3, 6, 8)))  # 2 ranks do not divide the 3 heads
 twice(lambda q: core("ulysses")(q, q, q) ** 3, 2, 4, 6, 8)  # once_differentiable
 """,
     "expert_parallel": """
