@@ -10,21 +10,20 @@ copy of a token, on its way to the expert with that number. | separates the rank
     rank 0   0 0 1 | 2 2 2 3 3    0 0 1        0 1 1         0 0 0 1 1 1            y of 4 tokens
     rank 1   0 1 1 | 2 3 3 3 3    2 2 2 3 3    2 3 3 3 3     2 2 2 2 3 3 3 3 3 3    y of 4 tokens
 
-Split: the experts, and the batch (each rank has its own tokens). A rank's experts are consecutive,
-so rows that are sorted by expert are sorted by rank. How many rows go where depends on the routing:
-ranks first exchange these counts, and the host (the CPU) waits for them. If routing is uneven, all
-ranks wait for the fullest. A balance loss makes it more even: mixture.py.
-
-Sent: rows (dispatch), their results (combine), and in backward the gradients of both. A rank's n
-tokens make k n rows of C elements; an element has e bytes. r = (N-1)/N of the rows leave the rank,
-if routing is even: 4 r k n C e bytes per layer and micro-batch, and 8 r E bytes of counts.
-Once a step: 2 r P e, to all-reduce the P other parameters.
-
-Backward: each row's gradient goes back the way the row came. An expert sees all rows that chose it,
-so its gradient needs no all-reduce. A rank divides its loss by the number of all ranks' tokens.
-When not: with all experts on every rank data parallelism sends 4 r E H C e a step and layer for
-them (two matrices of hidden width H), and no rows. That is less if a rank has more than E H / k
-tokens a step (docs/learn/experts.md).
+Split     The experts, and the batch: each rank has its own tokens. A rank's experts have consecutive
+          numbers, so rows sorted by expert are sorted by rank. How many rows go where depends on
+          the routing. So ranks first exchange these counts, and the host (the CPU) waits for them.
+          All ranks wait for the one that gets the most rows: mixture.py makes routing even, by a
+          loss, and by a bias that needs rebalance(model, dist.all_reduce) here.
+Sent      Rows, their results, and in backward the gradients of both: per layer and micro-batch
+          4 r k n C e bytes, and 8 r E of counts. A rank's n tokens make k n rows of C elements of
+          e bytes. r = (N-1)/N of the rows leave the rank, if routing is even. Once a step: 2 r P e,
+          to all-reduce the gradients of the P other parameters.
+Backward  Each row's gradient goes back the way the row came. An expert sees all rows that chose it,
+          so its gradient needs no all-reduce, if a rank divides its loss by all ranks' targets.
+Limits    Plain data parallelism, with all experts on every rank, sends 4 r E H C e a step and layer
+          for them (two matrices of hidden width H), and no rows. That is less once a rank has more
+          than E H / k tokens a step (docs/learn/experts.md).
 
     torchrun --nproc_per_node=4 expert_parallel.py      (needs model.py and mixture.py, to train)
 
@@ -43,14 +42,19 @@ from torch.autograd.function import once_differentiable
 
 def plain_dispatch(x, router_weights, chosen, experts, expert_count, group, all_to_all=None):
     """Send each token of x (n, C) to its k experts. Returns the weighted sums of their results,
-    (n, C). router_weights, chosen: (n, k). Each of N ranks has expert_count / N experts, a whole
-    number: experts(rows, rows_per_expert) computes those of this rank. rows (m, C) come sorted by
-    expert, and the results (m, C) keep that order. Even without a row they depend on rows, so that
-    this rank joins backward's all-to-alls; and on each rank x needs a gradient."""
+    (n, C).
+
+    router_weights, chosen  (n, k)
+    experts                 experts(rows, rows_per_expert) -> results, of this rank's experts. rows
+                            (m, C) come sorted by expert, and results (m, C) keep that order
+    expert_count            E, which N must divide: each of N ranks has E / N experts
+
+    Two demands, or backward hangs: x.requires_grad on every rank; and experts(rows (0, C), ...)
+    returns a result that is connected to rows (F.linear's is, torch.zeros is not)."""
     all_to_all = all_to_all or AllToAll.apply  # dualpipe.py has another one
     world = dist.get_world_size(group)
     # Sort by expert, and so by rank. Each token makes k rows: choice i is of token i // k
-    order = chosen.flatten().argsort(stable=True)  # (n k,)
+    order = chosen.flatten().argsort(stable=True)  # (k n,)
     token_of_row = order // chosen.shape[1]
     # Send: first how many rows there are for each expert, then the rows
     counts_out = chosen.flatten().bincount(minlength=expert_count).view(world, -1)
@@ -58,11 +62,12 @@ def plain_dispatch(x, router_weights, chosen, experts, expert_count, group, all_
     dist.all_to_all_single(counts_in, counts_out, group=group)
     send_counts = counts_out.sum(1).tolist()  # rows to each rank
     receive_counts = counts_in.sum(1).tolist()  # rows from each rank
-    rows = all_to_all(x[token_of_row], send_counts, receive_counts, group)  # (m, C)
+    rows = x.index_select(0, token_of_row)  # (k n, C)
+    rows = all_to_all(rows, send_counts, receive_counts, group)  # (m, C)
     # Compute: sort again, by expert, and run this rank's experts
     results = run_experts(experts, rows, counts_in)
     # Send back
-    results = all_to_all(results, receive_counts, send_counts, group)  # (n k, C), as sent
+    results = all_to_all(results, receive_counts, send_counts, group)  # (k n, C), as sent
     # Weigh and add up
     results = results * router_weights.flatten()[order].unsqueeze(1)
     return torch.zeros_like(x).index_add(0, token_of_row, results)
@@ -101,7 +106,7 @@ def run_experts(experts, rows, counts_in):
 
 
 def experts_of_ranks(expert_count, world):
-    """How many experts each rank has. If they don't divide, the first ranks have one more."""
+    """How many experts each rank has. If N doesn't divide E, the first ranks have one more."""
     if expert_count < world:
         raise ValueError(f"{expert_count} experts are too few for {world} ranks: each needs one")
     each, extra = divmod(expert_count, world)
@@ -111,12 +116,13 @@ def experts_of_ranks(expert_count, world):
 def shard_experts(parameter, group, data_group=None):
     """Cut a parameter (E, ...) to this rank's experts. Returns a new parameter: put it in the old
     one's place, and then make the optimizer. Its `placement` tells sums, norms and checkpoints
-    which part it is, by dimension: {"cuts": {0: (group, 4, 2)}} is two experts from number 4 on. Of
-    experts that are modules write it yourself: docs/use/two-techniques.md.
+    which part it is, by dimension: {"cuts": {0: (group, 4, 2)}} is two experts from number 4 on.
+    Where each expert is a module of its own, write it yourself: docs/use/two-techniques.md.
 
     data_group: the ranks that hold the same experts, if data parallelism has more ranks than
-    `group`. Their gradients must be summed over it: "data" tells DDP and ZeRO. (These need a group
-    of this rank alone where there are no replicas.)"""
+    `group`. Their gradients must be summed over it: "data" tells DDP and ZeRO. Without replicas and
+    with DDP or ZeRO pass a group of this rank alone, dist.new_subgroups(1)[0]: otherwise they would
+    add up different experts."""
     group = group or dist.group.WORLD
     rank = dist.get_rank(group)
     sizes = experts_of_ranks(len(parameter), dist.get_world_size(group))
@@ -138,7 +144,8 @@ def groups_splitting(parameter):
 def sum_replicated_gradients(parameters, group):
     """Sum the gradients of all parameters that are not split over the group, in one all-reduce.
     Call it once a step, after the last backward pass. With a data_group call it a second time, over
-    that: it has replicas of experts and of all else."""
+    that: it has replicas of experts and of everything else. Then don't clip by clip_grad_norm_:
+    each rank would scale by another norm, that of its own experts. See norm_with_experts."""
     group = group or dist.group.WORLD
     replicated = [p for p in parameters if p.requires_grad and group not in groups_splitting(p)]
     if not replicated:
@@ -152,24 +159,38 @@ def sum_replicated_gradients(parameters, group):
         p.grad.copy_(total.view_as(p))
 
 
+def norm_with_experts(parameters, group):
+    """The norm of the whole gradient, after sum_replicated_gradients, the same on every rank: give
+    it to torch.nn.utils.clip_grads_with_norm_."""
+    group, parameters = group or dist.group.WORLD, list(parameters)
+    device = parameters[0].device
+    experts, others = torch.zeros(2, dtype=torch.float64, device=device)  # sums of squares
+    for p in parameters:
+        if p.grad is not None:
+            square = torch.linalg.vector_norm(p.grad, dtype=torch.float64).square()
+            (experts if group in groups_splitting(p) else others).add_(square)
+    dist.all_reduce(experts, group=group)  # each expert is on one rank of the group
+    return (experts + others).sqrt()
+
+
 # --- overlap: one chunk of the tokens is computed while others travel
 
 
 class ExpertDispatch(nn.Module):
-    """plain_dispatch, overlapped: y = dispatch(x, router_weights, chosen, experts). Call send() and
-    combine() in its place where something else can be computed between them, such as an MLP that
-    every token passes. With 2 chunks:
+    """plain_dispatch, overlapped: y = dispatch(x, router_weights, chosen, experts). Where something
+    else can be computed meanwhile, call send() and combine() in its place and compute it between
+    them: here an MLP that every token passes, the shared MLP. With 2 chunks:
 
-        computed   that MLP       experts of chunk 0   experts of chunk 1   sums of 0    sums of 1
+        computed   shared MLP     experts of chunk 0   experts of chunk 1   sums of 0    sums of 1
         travels    rows of 0, 1   rows of 1            results of 0         results of 1
 
     expert_count  E, any number from N on
     chunks        how many parts the tokens are cut into
     before_wait   called before each wait: dualpipe.py runs another micro-batch there
 
-    All ranks must run as many forwards and backwards, with the same numbers of experts and chunks:
-    otherwise they wait for ever. A rank without tokens gives x (0, C). Experts that get no rows
-    return an empty result of the usual dtype."""
+    All ranks must run the same number of forwards and backwards, with the same numbers of experts
+    and chunks: otherwise they wait for ever. A rank without tokens gives x (0, C). Experts that get
+    no rows must return an empty result of the usual dtype."""
 
     def __init__(self, expert_count, group, chunks=1, before_wait=lambda: None):
         super().__init__()
@@ -196,9 +217,12 @@ class ExpertDispatch(nn.Module):
         return torch.cat([chunk.add_up() for chunk in sent])
 
     def exchange_counts(self, choices):
-        """Tell every rank how many rows it gets. choices: each chunk's (n k,). Returns, for each
-        chunk, how many rows go to each rank, how many come from it (two lists), and how many come
-        from each rank for each expert here, (N, local_experts)."""
+        """Tell every rank how many rows it gets. choices: each chunk's (k n,). Returns for each
+        chunk, in three lists:
+
+        send_counts     [N], how many rows go to each rank
+        receive_counts  [N], how many come from each rank
+        counts_in       (N, local_experts), how many come from each rank for each expert here"""
         sizes = self.experts_per_rank
         world, local_experts = len(sizes), sizes[dist.get_rank(self.group)]
         counts_out = choices[0].new_zeros(self.expert_count, len(choices))  # (E, chunks)
@@ -232,7 +256,7 @@ class Chunk:
         results = run_experts(experts, rows, self.counts_in)
         if len(rows) == 0:
             # Experts may skip an empty batch. The sum keeps results connected to rows in autograd's
-            # graph: else this rank would not join the all-to-alls of backward
+            # graph: otherwise this rank would not join the all-to-alls of backward
             results = results + rows.to(results.dtype)
         self.started = Start.apply(results, self.from_experts)
 
@@ -251,9 +275,10 @@ class Transfer:
     forward     sends rows            -->    waits for rows
     backward    waits for gradients   <--    sends gradients
 
-    The tensor between the two is, in forward, that in which rows arrive; in backward, that which is
-    being sent. Autograd runs nodes in the reverse of forward's order, which is the same on all
-    ranks. So in backward, too, the n-th message of a rank meets the n-th of the others."""
+    Between Start and Wait autograd passes one tensor: in forward the buffer that rows arrive in, in
+    backward the gradients that are being sent. Nobody may read it there. Autograd runs nodes in the
+    reverse of forward's order, which is the same on all ranks. So in backward as in forward the
+    n-th message of a rank meets the n-th of the others."""
 
     def __init__(self, send_counts, receive_counts, group, before_wait):
         self.counts = send_counts, receive_counts
@@ -303,20 +328,21 @@ class Wait(torch.autograd.Function):
 # --- for model.py's GPT ---
 
 
-def parallelize_experts(model, group, data_group=None, **options):
+def parallelize_experts(model, group, data_group=None, dispatch=ExpertDispatch, **options):
     """Give each rank of the group some experts of a GPT, in place, with weights or on the meta
     device. Call it before you make the optimizer; with tensor parallelism after
-    parallelize_tensors."""
+    parallelize_tensors. options: of the dispatch, such as chunks=2."""
     for mixture in [block.mlp for block in model.blocks.values()]:
         for name, p in list(mixture.experts.named_parameters()):
             setattr(mixture.experts, name, shard_experts(p, group, data_group))
-        mixture.dispatch = ExpertDispatch(model.config.experts, group, **options)
+        mixture.dispatch = dispatch(model.config.experts, group, **options)
     return model
 
 
 # --- demo ---
 
 if __name__ == "__main__":  # importing this file needs no model.py
+    from mixture import rebalance
     from model import GPT, Config, OneProcess, Sent, join_ranks, leave, text_batch
 
 
@@ -328,82 +354,86 @@ def main():
     parser.add_argument("--balance-loss", type=float, default=0.01, help="factor of this loss")
     args = parser.parse_args()
     device = join_ranks()
-    ranks, group = dist.get_world_size(), dist.group.WORLD
+    ranks = dist.get_world_size()
     even, uneven = 2 * ranks, args.experts or 2 * ranks + 1
-    train("the plain form", PlainDispatch(even, group), even, 0, args, device)
-    train("in one part", ExpertDispatch(uneven, group), uneven, 0, args, device)
-    name = f"in {args.chunks} chunks, beside an MLP that every token passes"
-    train(name, ExpertDispatch(uneven, group, args.chunks), uneven, 1, args, device)
+    train("the plain form", even, 0, args, device, dispatch=PlainDispatch)
+    train("in one part", uneven, 0, args, device)
+    train(
+        f"in {args.chunks} chunks, with a shared MLP", uneven, 1, args, device, chunks=args.chunks
+    )
     leave()
 
 
 class PlainDispatch(nn.Module):
+    """mixture.py calls send(), then combine()."""
+
     def __init__(self, expert_count, group):
         super().__init__()
-        self.options, self.chunks = (expert_count, group), 1
+        self.expert_count, self.group = expert_count, group
 
-    def send(self, *sent):
-        return sent
+    def send(self, x, router_weights, chosen):
+        return x, router_weights, chosen
 
     def combine(self, sent, experts):
-        return plain_dispatch(*sent, experts, *self.options)
+        x, router_weights, chosen = sent
+        return plain_dispatch(x, router_weights, chosen, experts, self.expert_count, self.group)
 
 
-def train(name, dispatch, expert_count, shared, args, device):
+def train(name, expert_count, shared, args, device, **options):
     group, rank, ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     sizes = dict(layers=2, width=32, hidden=32, context=32, experts=expert_count, shared=shared)
-    model = GPT(Config(**sizes, balance_loss=args.balance_loss)).to(device, torch.float64)
+    config = Config(**sizes, balance_loss=args.balance_loss, bias_rate=0.01)
+    model = GPT(config).to(device, torch.float64)
     one, chosen = OneProcess(model, torch.optim.AdamW), []
     for block in one.model.blocks.values():
-        block.mlp.router.register_forward_hook(lambda *given: chosen.append(given[-1][1]))
-    parallelize_experts(model, group)
-    for block in model.blocks.values():
-        block.mlp.dispatch = dispatch
-    experts = [p for p in model.parameters() if groups_splitting(p)]
-    others = [p for p in model.parameters() if not groups_splitting(p)]
+        block.mlp.router.register_forward_hook(
+            lambda router, inputs, output: chosen.append(output[1])
+        )
+    parallelize_experts(model, group, **options)
     optimizer = torch.optim.AdamW(model.parameters())
     if rank == 0:
         print(f"{name}, {ranks} ranks, {expert_count} experts")
     for step in range(args.steps):
         tokens, targets, count = text_batch(step, 4 * ranks + 1, 32, device)
-        rows = torch.arange(len(tokens)).tensor_split(ranks)  # of each rank, unequally many
+        sequences = torch.arange(len(tokens)).tensor_split(ranks)  # of each rank, unequally many
         loss = torch.zeros_like(count, dtype=torch.float64)
         optimizer.zero_grad()
         with Sent() as sent:
-            for micro_batch in rows[rank].tensor_split(2):
+            for micro_batch in sequences[rank].tensor_split(2):
                 x, y = tokens[micro_batch], targets[micro_batch]
                 part = model(x, targets=y, target_count=count)  # the sum over y, divided by count
                 part.backward()
                 loss += part.detach()
             sum_replicated_gradients(model.parameters(), group)
-        squares = sum(p.grad.square().sum() for p in experts)
-        dist.all_reduce(squares)  # of all experts: each is on one rank
-        norm = (squares + sum(p.grad.square().sum() for p in others)).sqrt()
+        norm = norm_with_experts(model.parameters(), group)
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.5, norm)
         optimizer.step()
+        rebalance(model, dist.all_reduce)  # the load of all ranks' tokens
         dist.all_reduce(loss)
         chosen.clear()
         alone = one.train_step(tokens, targets, count, 0.5)
+        rebalance(one.model)
         gradients, weights = [], []
         for (name, p), q in zip(model.named_parameters(), one.model.parameters()):
             _, start, size = p.placement["cuts"][0] if groups_splitting(p) else (group, 0, len(q))
             gradients.append((name, p.grad, q.grad.narrow(0, start, size)))
             weights.append((name, p.data, q.data.narrow(0, start, size)))
         one.compare(step, loss, alone, gradients, weights)
-    size = sum(p.nbytes for p in others)
-    one.prove(sent, *formula(torch.stack(chosen), rows, expert_count, dispatch.chunks, size))
+    size = sum(p.nbytes for p in model.parameters() if not groups_splitting(p))
+    chunks = options.get("chunks", 1)
+    one.prove(sent, *formula(torch.stack(chosen), sequences, expert_count, chunks, size))
 
 
-def formula(chosen, rows, expert_count, chunks, size):
-    """What this rank sends in a step, as text and in bytes. chosen (layers, rows, T, k): by the
-    routers of one process. rows: the numbers of each rank's rows. size: of all but experts."""
-    rank, ranks, layers = dist.get_rank(), len(rows), len(chosen)
+def formula(chosen, sequences, expert_count, chunks, size):
+    """What this rank sends in a step, as text and in bytes. chosen (layers, B, T, k): by the
+    routers of one process. sequences: the numbers of each rank's. size: bytes of the others."""
+    rank, ranks, layers = dist.get_rank(), len(sequences), len(chosen)
     sizes = torch.tensor(experts_of_ranks(expert_count, ranks))
     ranks_of_experts = torch.arange(ranks).repeat_interleave(sizes).to(chosen.device)
     to_here = ranks_of_experts[chosen] == rank
     from_here = torch.zeros_like(to_here)
-    from_here[:, rows[rank]] = True
+    from_here[:, sequences[rank]] = True
     travelled = (to_here != from_here).sum().item()  # rows that leave this rank, or come to it
     counts = 2 * layers * chunks * (expert_count - sizes[rank].item()) * 8  # of 2 micro-batches
     r = (ranks - 1) / ranks

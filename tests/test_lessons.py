@@ -25,7 +25,7 @@ LESSONS = {
     "collectives": ("model", (2, 3, 4)),
     "ddp": ("model", (2, 3, 4)),
     "dualpipe": ("model mixture pipeline zero_bubble expert_parallel", (2, 4)),
-    "expert_parallel": ("model mixture", (2, 3, 4)),
+    "expert_parallel": ("model mixture", (1, 3, 4)),
     "context_parallel": ("model", (1, 3, 4)),
     "ulysses": ("model context_parallel", (1, 3, 4)),
     "packed_documents": ("model context_parallel", (2, 3)),
