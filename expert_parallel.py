@@ -10,8 +10,8 @@ copy of a token, on its way to the expert with that number. | separates the rank
     rank 0   0 0 1 | 2 2 2 3 3    0 0 1        0 1 1         0 0 0 1 1 1            y of 4 tokens
     rank 1   0 1 1 | 2 3 3 3 3    2 2 2 3 3    2 3 3 3 3     2 2 2 2 3 3 3 3 3 3    y of 4 tokens
 
-Split     The experts, and the batch: each rank has its own tokens. A rank's experts have consecutive
-          numbers, so rows sorted by expert are sorted by rank. How many rows go where depends on
+Split     The experts, and the batch: each rank has its own tokens. A rank's experts are neighbours,
+          so rows that are sorted by expert are sorted by rank. How many rows go where depends on
           the routing. So ranks first exchange these counts, and the host (the CPU) waits for them.
           All ranks wait for the one that gets the most rows: mixture.py makes routing even, by a
           loss, and by a bias that needs rebalance(model, dist.all_reduce) here.
