@@ -159,21 +159,6 @@ def test_equals_scaled_dot_product_attention(ranks, world):
                 torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
-def test_the_plain_ring_equals_scaled_dot_product_attention(ranks):
-    """Its gradients, too."""
-
-    def work(rank):
-        q, k, v, grad = (t.chunk(4, dim=2)[rank] for t in inputs((2, 3, 3, 8), 12, 0))
-        parts = [t.clone().requires_grad_() for t in (q, k, v)]
-        out = cp.PlainRingAttention.apply(*parts, dist.group.WORLD)
-        out.backward(grad)
-        return [out.detach(), *(t.grad for t in parts)]
-
-    ours = [torch.cat(parts, dim=2) for parts in zip(*ranks(4, work), strict=True)]
-    for a, b in zip(ours, plain((2, 3, 3, 8), 12, 0), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
-
-
 def test_half_precision_is_as_exact_as_flash_attention(ranks):
     """Plain tiles sum in float32, too."""
     size, length = (1, 4, 2, 32), 256

@@ -29,7 +29,7 @@ LESSONS = {
     "context_parallel": ("model", (1, 3, 4)),
     "ulysses": ("model context_parallel", (1, 3, 4)),
     "packed_documents": ("model context_parallel", (2, 3)),
-    "parameter_server": ("model", (2, 3, 4)),
+    "parameter_server": ("model", (1, 3, 4)),
     "pipeline": ("model", (1, 3, 4)),
     "zero": ("model", (2, 3, 4)),
     "zero_bubble": ("model pipeline", (2, 3)),
