@@ -20,8 +20,8 @@ bias_rate     step of a bias, added to the scores for the choice only. After eac
     optimizer.step()
     rebalance(model)  # once a step, for the bias. With ranks: rebalance(model, dist.all_reduce)
 
-Without targets or a target_count all three are off. With gradient accumulation pass the whole
-batch's target_count with each piece: see AddLoss.
+Without targets or a target_count all three are off, with a warning. With gradient accumulation
+pass the whole batch's target_count with each piece: see AddLoss.
 
     python mixture.py        compares the plain form with the sorted one
 
@@ -57,8 +57,8 @@ class PlainMoE(nn.Module):
             token, choice = (chosen == e).nonzero(as_tuple=True)
             y[token] += weights[token, choice].unsqueeze(1) * expert(x[token])
         # f_e: expert e's share of all choices. P_e: its mean score. E sum_e f_e P_e is 1 if f is
-        # even (it can be lower), and up to E / k if all tokens choose the same k. f has no
-        # gradient: a step lowers the P_e of a large f_e most
+        # even, and up to E / k if all tokens choose the same k experts. (It can be less than 1.) f
+        # has no gradient: a step lowers most the P_e of a large f_e
         counts = chosen.flatten().bincount(minlength=len(self.experts))
         share = counts.to(scores.dtype) / chosen.numel()
         return y, len(self.experts) * (share * scores.mean(0)).sum()
@@ -101,8 +101,8 @@ class MoE(nn.Module):
 
 
 class Router(nn.Linear):
-    """Chooses experts: x (B, T, C) -> weights (B, T, k), the experts' numbers (B, T, k). Of equal
-    scores the lower number wins. `with_losses` and `rebalance`, below, make the load even."""
+    """Chooses experts: x (B, T, C) -> weights (B, T, k), the experts' numbers (B, T, k). Among
+    equal scores the lower number wins. `with_losses` and `rebalance`, below, make the load even."""
 
     def __init__(self, config):
         super().__init__(config.width, config.experts, bias=False)
@@ -177,7 +177,7 @@ class Experts(nn.Module):
 def grouped_linear(x, weight, ends):
     """x (R, in), weight (E, out, in) -> (R, out): x[ends[e-1] : ends[e]] @ weight[e].T."""
     if can_group(x, weight):
-        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)  # one kernel
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)  # one kernel; torch 2.11 to 2.13
     parts = x.tensor_split(ends[:-1].tolist())
     return torch.cat([F.linear(part, matrix) for part, matrix in zip(parts, weight)])
 

@@ -1,6 +1,6 @@
 """Parameter servers: they hold the weights. Workers pull weights, compute a gradient and push it.
 
-    synchronous (rank 0 works, too)      asynchronous, with a staleness of at most 2
+    synchronous (rank 0 works as well)   asynchronous, with a staleness of at most 2
     rank 0  compute       add, step      rank 1  pull          compute               push pull ...
     rank 1  compute push           pull  rank 2  pull compute push pull compute push (waits)
     rank 2  compute push           pull  rank 0                  step              step step
@@ -13,10 +13,10 @@ Asynchronous  The server takes a step with each gradient, as soon as it comes. S
               pulled, others may have caused some steps: their number is the gradient's staleness.
               So each run differs. (The demo writes down the order of the pushes, and one process
               repeats it.) To keep staleness within a bound, the server makes workers wait for
-              weights. Each worker has a fixed share of the batches: so a short delay is hidden, but
+              weights. Each worker has a fixed share of the batches. So a short delay is hidden, but
               a worker that is always slow holds up the end.
-Sent          A worker pushes P e bytes of gradients and pulls as many of weights, with P parameters
-              of e bytes. The server sends (N-1) P e per step to the other N-1 ranks, or P e if
+Sent          A worker pushes P e bytes of gradients and pulls P e bytes of weights: P parameters of
+              e bytes each. The server sends (N-1) P e per step to the other N-1 ranks, or P e if
               asynchronous. If every rank served 1/N of the weights, this would be ZeRO stage 1.
 Limits        In ddp.py's all-reduce a rank sends 2 (N-1)/N P e, no rank is a bottleneck, no
               gradient is stale: take it for dense models on equal devices. The asynchronous
