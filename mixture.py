@@ -233,15 +233,14 @@ class AddLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, loss, total_load, load):
-        ctx.save_for_backward(loss, load)
-        ctx.total_load = total_load
+        ctx.save_for_backward(loss)
+        ctx.total_load, ctx.load = total_load, load
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad):
-        loss, load = ctx.saved_tensors
-        ctx.total_load += load
-        return grad, torch.ones_like(loss), None, None
+        ctx.total_load += ctx.load
+        return grad, torch.ones_like(ctx.saved_tensors[0]), None, None
 
 
 @torch.no_grad()
