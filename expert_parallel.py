@@ -144,8 +144,8 @@ def groups_splitting(parameter):
 def sum_replicated_gradients(parameters, group):
     """Sum the gradients of all parameters that are not split over the group, in one all-reduce.
     Call it once a step, after the last backward pass. With a data_group call it a second time, over
-    that: it has replicas of experts and of everything else. Then don't clip by clip_grad_norm_:
-    each rank would scale by another norm, that of its own experts. See norm_with_experts."""
+    that: it has replicas of experts and of everything else. Clip by norm_with_experts, because
+    clip_grad_norm_ would count only this rank's experts, and ranks would scale differently."""
     group = group or dist.group.WORLD
     replicated = [p for p in parameters if p.requires_grad and group not in groups_splitting(p)]
     if not replicated:

@@ -228,8 +228,8 @@ class AddLoss(torch.autograd.Function):
     loss, even on a pipeline stage without the head (Megatron-LM's MoEAuxLossAutoScaler). And `load`
     is counted: with recomputation a forward runs twice, a backward once.
 
-    Scaling the model's loss before backward does not scale this one. Dividing the loss by n: give
-    the model n x target_count instead. Using a GradScaler: give it target_count / scale."""
+    Scaling the model's loss before backward does not scale this one. Dividing it by n: give the
+    model n x target_count instead. A GradScaler's scale(loss): give target_count / get_scale()."""
 
     @staticmethod
     def forward(ctx, x, loss, total_load, load):

@@ -98,7 +98,8 @@ def test_losses_of_the_router_are_not_in_the_loss():
 def test_equal_scores_go_to_the_first_experts():
     router = mixture.Router(presets.configure(**SMALL, **MIXTURE))
     torch.nn.init.zeros_(router.weight)
-    weights, chosen = router(torch.randn(2, 7, 32))
+    with pytest.warns(UserWarning, match="load is not balanced"):
+        weights, chosen = router(torch.randn(2, 7, 32))
     assert (chosen == torch.tensor([0, 1])).all() and (weights == 0.5).all()
 
 
