@@ -1,5 +1,6 @@
 """What mkdocs needs beside docs/: README.md as the first page, and a page of each file that a page
-links to. So the links of the repository lead somewhere on the site too. Commands are marked, and
+links to, so that the links of the repository lead somewhere on the site too; and the top level's
+files as they are, in files/. Commands are marked, and
 lines that are too long for any page: site.css wraps these. Other lines are columns, and scroll."""
 
 import posixpath
@@ -30,6 +31,9 @@ def on_files(files, config):
             if path and (ROOT / path).is_file() and not files.get_file_from_path(source(path)):
                 options = dict(content=shown(path), inclusion=InclusionLevel.NOT_IN_NAV)
                 files.append(File.generated(config, source(path), **options))
+    for lesson in sorted(ROOT.glob("*.py")):  # to be fetched, as docs/learn/two-files.ipynb does
+        content = lesson.read_text()
+        files.append(File.generated(config, f"files/{lesson.name}", content=content))
 
 
 def on_page_markdown(markdown, page, config, files):

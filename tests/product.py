@@ -44,7 +44,7 @@ LAYOUT = {
     "dp": flags("dp", (2, 1)),
     "pp": flags("pp", (2, 1)),
     "schedule": flags("schedule", SCHEDULES),
-    "micro-batches": flags("microbatches", (3, 1, 6)),
+    "micro-batches": flags("microbatches", (3, 1, 4)),
     "zero": flags("zero", range(4)),
     "with zero": ["", "--zero-ranks 2", "--reduce-once", "--keep-gathered"]
     + ["--offload --bucket-mb 0.01"],
@@ -113,48 +113,47 @@ def all_goals(axes):
                 yield tuple(zip(names, values))
 
 
-def layout_with(goal, axes, chance, tries=500):
-    """A legal layout that has it, mostly neutral, on few ranks; None if none is found."""
+def layout_with(goal, axes, fits, chance, tries=2000):
+    """A layout that fits and has it, mostly neutral; None if none is found."""
     layout = neutral = {axis: values[0] for axis, values in axes.items()} | dict(goal)
-    best = None
-    for i in range(tries):
-        if goal in goals_in(layout) and is_legal(layout):
-            if best is None or size(layout) < size(best):
-                best = layout
-        if best is not None and i > 50:
-            break
+    for _ in range(tries):
+        if goal in goals_in(layout) and fits(layout):
+            return layout
         some = chance.sample([*axes], len(axes) // 2)
         layout = neutral | {axis: chance.choice(axes[axis]) for axis in some} | dict(goal)
-    return best
-
-
-def size(layout):
-    return ranks_of(command(layout))
 
 
 def cover(axes, steps, chance):
     """(legal layouts in which all goals stand, but the illegal ones; these). A greedy search: for
     each goal that is still open a layout, in which each step then changes what covers the most.
+    Most goals fit on four ranks, which takes less time; the rest come after them.
     steps: lists of what one may change at once, as {axis: value}."""
-    layouts, illegal, covered = [], [], set()
-    for goal in all_goals(axes):
-        if goal in covered:
-            continue
-        layout = layout_with(goal, axes, chance)
-        if layout is None:
-            illegal.append(goal)
-            continue
+    layouts, covered = [], set()
+    for most in (4, MOST_RANKS):
+        fits = lambda layout: size(layout) <= most and is_legal(layout)  # noqa: E731
+        illegal = []
+        for goal in all_goals(axes):
+            if goal in covered:
+                continue
+            layout = layout_with(goal, axes, fits, chance)
+            if layout is None:
+                illegal.append(goal)
+                continue
 
-        def worth(layout):  # large ones take more time
-            return len(goals_in(layout) - covered) / size(layout)
+            def worth(layout):
+                return len(goals_in(layout) - covered) / size(layout) ** 0.6
 
-        for changes in chance.sample(steps, len(steps)):
-            options = [layout | change for change in chance.sample(changes, len(changes))]
-            options = [o for o in options if goal in goals_in(o) and is_legal(o)]
-            layout = max([layout, *options], key=worth)
-        layouts.append(layout)
-        covered |= goals_in(layout)
+            for changes in chance.sample(steps * 2, 2 * len(steps)):
+                options = [layout | change for change in chance.sample(changes, len(changes))]
+                options = [o for o in options if goal in goals_in(o) and fits(o)]
+                layout = max([layout, *options], key=worth)
+            layouts.append(layout)
+            covered |= goals_in(layout)
     return without_needless(layouts), illegal
+
+
+def size(layout):
+    return ranks_of(command(layout))
 
 
 def without_needless(layouts):

@@ -28,7 +28,7 @@ from receipts import muon as of_muon
 # 3 layers do not divide by 2 stages (without stages 2 are enough), 5 (DEEP) not by 2, 3 or 4; 257
 # tokens not by 2 or 4; a clip of 0.1 always binds; the second step is the one that the ledger
 # watches
-BASE = "--layers 3 --heads 4 --width 32 --context 16 --batch 12 --steps 2 --dtype float64 --seed 3"
+BASE = "--layers 3 --heads 4 --width 32 --context 16 --batch 24 --steps 2 --dtype float64 --seed 3"
 BASE += " --grad-clip 0.1 --lr 0.01 --min-lr 0.01 --warmup 0 --sample 0 --eval-batches 1 --quiet"
 SGD = "--optimizer sgd --lr 0.3 --min-lr 0.3"
 MIXTURE = "--experts 5 --top-k 2 --shared 1 --balance-loss 0.1 --z-loss 0.01"
