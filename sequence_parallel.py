@@ -38,14 +38,14 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable  # refuses a gradient of a gradient
 
 from tensor_parallel import (
-    AsModule,
+    Boundary,
     ColumnParallelLinear,
     Leave,
     PlainTensorMLP,
     RowParallelLinear,
     grad_norm,
     parallelize_tensors,
-    placement,
+    placement_of,
     unshard,
 )
 
@@ -161,7 +161,7 @@ def mark_partial(parameters, group):
     tokens: their gradients are complete."""
     group = group or dist.group.WORLD
     for p in parameters:
-        where = placement(p)
+        where = placement_of(p)
         cut_over = [over for over, _, _ in where["cuts"].values()]
         if group not in cut_over and group not in where["partial"]:
             p.placement = where | {"partial": [*where["partial"], group]}
@@ -174,7 +174,7 @@ def reduce_partial(parameters):
     members_of = {}  # {group: parameters}
     for p in dict.fromkeys(parameters):  # each once
         if p.requires_grad:
-            for group in placement(p)["partial"]:
+            for group in placement_of(p)["partial"]:
                 members_of.setdefault(group, []).append(p)
     for group, members in members_of.items():
         for p in members:
@@ -209,7 +209,7 @@ def parallelize_sequence(model, group, whole_experts=False):
         block.mlp_drop = DropoutOfOwnTokens(block.mlp_drop, group)
         if model.config.experts:
             # The balance loss needs sums over all tokens, and each rank's router saw T/t
-            block.mlp.router.sum_over_sequence = AsModule(Leave, group)
+            block.mlp.router.sum_over_sequence = Boundary(Leave, group)
     # Experts' gradients are complete: an expert sees all tokens that chose it
     others = [p for name, p in model.named_parameters() if ".experts." not in name]
     mark_partial(others, group)
@@ -263,7 +263,7 @@ def main():
 def split_plainly(model, group):
     """The blocks. Embedding, head and loss are whole on each rank, and see its tokens."""
     for block in model.blocks.values():
-        block.attn.enter = AsModule(GatherTokens, group)
+        block.attn.enter = Boundary(GatherTokens, group)
         block.attn.qkv = ColumnParallelLinear(block.attn.qkv, group)
         block.attn.proj = RowParallelLinear(block.attn.proj, group, ReduceScatterTokens)
         block.mlp = PlainSequenceMLP(block.mlp.up, block.mlp.down, group)

@@ -11,16 +11,19 @@ and the residual stream are whole on every rank.
 
 Sent      Leave adds up the partial sums in forward, by one all-reduce. Enter adds up the gradients
           of x in backward, by another one, because every rank's half used x. Attention and MLP have
-          one of each, embedding and head one together, all of a tensor (B, T, C): B sequences of T
-          tokens, C wide. The loss adds up 3 numbers a token. With L blocks, e bytes an element and
-          r = (t-1)/t on t ranks that is 2 r B T e ((4 L + 2) C + 3).
-Backward  Leave's is the identity: y is the sum of the partial sums, so each gets y's gradient. All
-          ranks compute the same loss from the same y, one loss and not t of them. Enter's sum is
-          the complete gradient of x: all earlier layers get complete ones, equal on all ranks.
+          one Enter and one Leave each, the embedding has a Leave, the head an Enter, each of a
+          tensor (B, T, C): B sequences of T tokens, C wide. The loss sends 3 numbers per token, a
+          maximum and two sums. With L blocks, e bytes per element and r = (t-1)/t on t ranks a rank
+          sends 2 r B T e ((4 L + 2) C + 3). If e is 2, the loss's are float32 all the same.
+Backward  Leave's is the identity: each partial sum is a term of y, so it gets y's gradient. (All
+          ranks compute the same loss from the same y. It is one loss, not t losses.) Enter's is a
+          sum, which makes the gradient of x complete, and equal on all ranks, for earlier layers.
 Limits    Every layer waits for its messages. With t = 8, C = 8192, 16 bits and 400 TFLOP/s, that is
           0.17 of the matmuls' time at 450 GB/s, and 1.5 of it at 50 GB/s: stay within a machine. A
           rank holds 1/t of the matrices, of their gradients and optimizer states, and of what
-          attention and MLP keep for backward. More: docs/learn/tensor-parallelism.md.
+          attention and MLP keep for backward. Dropout needs equal masks on all ranks in the
+          residual stream, different ones on heads and hidden units. (model.py's sees to that.)
+          More: docs/learn/tensor-parallelism.md.
 
     torchrun --nproc_per_node=4 tensor_parallel.py     (needs model.py, to train and prove itself)
 
@@ -35,13 +38,15 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable  # refuses a gradient of a gradient
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import _CachingTorchDispatchMode
 
 # --- the plainest form: an MLP between Enter and Leave
 
 
 class Enter(torch.autograd.Function):
     """Forward: x itself. Backward: the sum of all ranks' gradients, because each rank's part of a
-    layer uses x. What reads x elsewhere, such as the residual, is not summed."""
+    layer uses x. The gradient from other users of x, such as the residual, is not summed."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -57,13 +62,18 @@ class Enter(torch.autograd.Function):
 
 
 class Leave(torch.autograd.Function):
-    """Forward: the sum of all ranks' x, a partial sum that nothing else needs: it is overwritten.
-    Backward: the gradient itself. (The all_reduce of torch.distributed.nn would sum it: t times too
-    much.)"""
+    """Forward: the sum of all ranks' x. Backward: the gradient itself. (The all_reduce of
+    torch.distributed.nn would sum it: t times too much.)
+
+    The sum overwrites x, the result of a matmul, which nothing else needs. Autograd raises an error
+    if backward needs x, as after exp or softmax, or if x is a leaf: then give it x.clone()."""
 
     @staticmethod
     def forward(ctx, x, group):
-        ctx.mark_dirty(x)
+        if selective_checkpointing():
+            x = x.clone()
+        else:
+            ctx.mark_dirty(x)
         dist.all_reduce(x, group=group)
         return x
 
@@ -73,21 +83,25 @@ class Leave(torch.autograd.Function):
         return grad, None
 
 
+def selective_checkpointing():
+    """Whether torch's selective activation checkpointing runs. It may keep x, and give it to Leave
+    again when the region is computed anew: if x were overwritten, it would be summed twice."""
+    if torch.compiler.is_compiling():
+        return False
+    modes = _get_current_dispatch_mode_stack()
+    return any(isinstance(mode, _CachingTorchDispatchMode) for mode in modes)
+
+
 class PlainTensorMLP(nn.Module):
     """x (B, T, C) -> (B, T, C), the same on every rank. up (H, C) and down (C, H) are nn.Linear,
-    equal on all t ranks. t divides H. torch stores a weight as (out, in)."""
+    equal on all t ranks. torch stores a weight as (out, in)."""
 
     def __init__(self, up, down, group):
         super().__init__()
-        t, rank = dist.get_world_size(group), dist.get_rank(group)
-
-        def shard_of(p, dim):
-            return nn.Parameter(p.detach().chunk(t, dim)[rank].clone())
-
         self.group = group
-        self.up = shard_of(up.weight, 0)  # (H/t, C)
-        self.up_bias = shard_of(up.bias, 0)  # (H/t,)
-        self.down = shard_of(down.weight, 1)  # (C, H/t)
+        self.up = shard(up.weight, 0, group)  # (H/t, C): a new parameter
+        self.up_bias = shard(up.bias, 0, group)  # (H/t,)
+        self.down = shard(down.weight, 1, group)  # (C, H/t)
         self.down_bias = down.bias  # (C,)
 
     def forward(self, x, batch=None):  # batch: model.py's blocks hand it to their MLP
@@ -98,19 +112,82 @@ class PlainTensorMLP(nn.Module):
         return y + self.down_bias  # after Leave, or the sum would contain it t times
 
 
+# --- shards: a rank's part of a parameter, and where it lies
+
+
+def shard(parameter, dim, group):
+    """This rank's shard, a new parameter with a `placement`. None stays None. Where t does not
+    divide the dimension, zeros fill the last shards. Raises ValueError if this dimension has been
+    cut before, or if the parameter has been cut over this group."""
+    if parameter is None:
+        return None
+    dim, group = dim % parameter.dim(), group or dist.group.WORLD
+    cuts = placement_of(parameter)["cuts"]
+    if dim in cuts or group in [over for over, _, _ in cuts.values()]:
+        how = "head.weight = embedding.weight after the cut of both"
+        raise ValueError(f"this is a shard already: tie shards, not whole matrices ({how})")
+    index, shards = dist.get_rank(group), dist.get_world_size(group)
+    full = parameter.detach()
+    part = nn.Parameter(shard_tensor(full, dim, index, shards), parameter.requires_grad)
+    part.__dict__.update(parameter.__dict__)  # keep other attributes, such as model.py's `init`
+    start, length, _ = span(parameter.shape[dim], index, shards)
+    part.placement = placement_of(parameter) | {"cuts": cuts | {dim: (group, start, length)}}
+    return part
+
+
+def placement_of(parameter):
+    """Where this rank's part of a parameter lies, a dict in the attribute p.placement:
+
+    shape            the shape of the whole parameter
+    cuts             {dimension: (group, start, length)}, usually one entry: this rank has
+                     whole[start : start + length], the other ranks of the group have other parts
+    partial, data    other techniques': docs/use/two-techniques.md"""
+    default = dict(shape=tuple(parameter.shape), cuts={}, partial=[], data=None)
+    return default | getattr(parameter, "placement", {})
+
+
+def shard_tensor(full, dim, index, shards):
+    """Shard `index` of a tensor along `dim`, in memory of its own, padded with zeros."""
+    start, length, width = span(full.shape[dim], index, shards)
+    part = full.new_zeros([*full.shape[:dim], width, *full.shape[dim + 1 :]])
+    part.narrow(dim, 0, length).copy_(full.narrow(dim, start, length))
+    return part
+
+
+def span(size, index, shards):
+    """(start, length, width): shard `index` has `length` rows of a dimension, from `start` on, and
+    then zeros: all shards are `width` long. 5 rows on 4 ranks: 2, 2, 1 and 0."""
+    width = math.ceil(size / shards)
+    start = min(index * width, size)
+    return start, min(width, size - start), width
+
+
+def unshard(part, shape, group):
+    """The whole tensor of that shape, put together from all ranks' shards: of a parameter, of its
+    gradient, or of logits. It has no backward."""
+    for dim, size in enumerate(shape):
+        if part.shape[dim] != size:
+            parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(parts, part.detach().contiguous(), group=group)
+            part = torch.cat(parts, dim).narrow(dim, 0, size)  # without the padding
+    return part
+
+
 # --- the layers of any model. Attention is cut by them, too: q, k and v as `up`, by heads
 
 
-class AsModule(nn.Module):
+class Boundary(nn.Module):
     """Enter or Leave as a module. Put one Enter right before the layers that share an input: one
-    for q, k and v together. Not before a whole layer: the gradient of its input is complete on
-    every rank, and Enter would multiply it by t."""
+    for q, k and v together. Not before a layer that isn't split (a router, a norm): the gradient of
+    its input is complete on every rank, and Enter would multiply it by t."""
 
     def __init__(self, function, group):
         super().__init__()
-        self.function, self.group = function, group
+        self.function, self.group = function, group or dist.group.WORLD
 
     def forward(self, x):
+        if isinstance(x, nn.Parameter) and self.group in placement_of(x)["partial"]:
+            raise ValueError("Enter and mark_partial would both sum this gradient: leave out Enter")
         return self.function.apply(x, self.group)
 
 
@@ -118,11 +195,15 @@ class ColumnParallelLinear(nn.Module):
     """Splits the outputs: x (..., in) -> this rank's (..., out / t). Put Enter before it. The paper
     writes Y = X A, so these are columns of A. torch stores A transposed: they are rows of `weight`.
 
-    Attention: a shard must be whole heads. Where t does not divide `out`, zeros fill the last
-    shards. The activation must then map 0 to 0, or the padding gets gradients."""
+    In attention a shard must be whole heads. Where one layer makes q, k and v, its rows must be
+    ordered by heads, q k v | q k v | ..., as model.py's are. GPT-2's are q | k | v: rank 0 would
+    get mostly q, without an error. There, and where gate | up is one layer, call order_by_rank.
+
+    Where t does not divide `out`, the activation must map 0 to 0. Otherwise the padding learns."""
 
     def __init__(self, linear, group):
         super().__init__()
+        check_plain(linear, nn.Linear)
         self.weight = shard(linear.weight, 0, group)  # (out / t, in)
         self.bias = shard(linear.bias, 0, group)
 
@@ -131,18 +212,41 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """Splits the inputs: x (..., in / t) -> the complete (..., out). leave: another sum."""
+    """Splits the inputs: x (..., in / t) -> the complete (..., out). leave: the function in Leave's
+    place, such as sequence_parallel.py's."""
 
     def __init__(self, linear, group, leave=Leave):
         super().__init__()
+        check_plain(linear, nn.Linear)
         self.weight = shard(linear.weight, 1, group)  # (out, in / t)
         self.bias = linear.bias  # (out,)
-        self.leave = AsModule(leave, group)
+        self.leave = Boundary(leave, group)
 
     def forward(self, x):
         y = self.leave(F.linear(x, self.weight))
         # After Leave, or the sum would contain the bias t times
         return y if self.bias is None else y + self.bias
+
+
+def check_plain(layer, kind):
+    """What a subclass adds (LoRA, muP) or how a weight is computed (weight_norm) would be lost."""
+    if type(layer) is not kind or "weight" not in layer._parameters:
+        name, how = type(layer).__name__, "copy the weight that it uses into one, or use shard()"
+        raise ValueError(f"a plain nn.{kind.__name__} is needed, not this {name}: {how}")
+
+
+def order_by_rank(linear, sizes, t):
+    """Before a ColumnParallelLinear reorder the rows of a layer that makes several things, so that
+    each rank gets its part of each: q | k | v becomes q k v | q k v | .... In place. A rank splits
+    its result into sizes / t. What unshard returns has the new order.
+
+    sizes: the rows of each, as [C, C, C] in GPT-2, [4 * C, 4 * C] of gate | up. t divides them."""
+    if any(size % t for size in sizes):
+        raise ValueError(f"{t} ranks do not divide blocks of {sizes} rows")
+    blocks = torch.arange(len(linear.weight)).split(sizes)
+    rows = torch.cat([block.chunk(t)[rank] for rank in range(t) for block in blocks])
+    for p in linear.parameters():
+        p.data = p.data[rows]
 
 
 # --- the vocabulary, split too: V/t rows of the embedding and V/t logits per token on each rank
@@ -154,16 +258,17 @@ class VocabParallelEmbedding(nn.Module):
 
     def __init__(self, embedding, group, leave=Leave):
         super().__init__()
+        check_plain(embedding, nn.Embedding)
         self.vocab = len(embedding.weight)
         self.weight = shard(embedding.weight, 0, group)  # (V / t, C)
         self.start = dist.get_rank(group) * len(self.weight)
-        self.leave = AsModule(leave, group)
+        self.leave = Boundary(leave, group)
         self.padding_row = None  # padding_idx, if this rank has its row
         if embedding.padding_idx in range(self.start, self.start + len(self.weight)):
             self.padding_row = embedding.padding_idx - self.start
 
     def forward(self, tokens):
-        # Without this a token beyond the vocabulary would get zeros. It makes no host wait
+        # A token beyond the vocabulary would get zeros. (Checked on the device: no host waits)
         valid = (tokens >= 0) & (tokens < self.vocab)
         torch._assert_async(valid.all(), f"tokens must be from 0 to {self.vocab - 1}")
         row = tokens - self.start
@@ -188,7 +293,7 @@ class VocabParallelCrossEntropy(nn.Module):
             why = f"a rank has {self.width} of {self.vocab} logits here, not {logits.shape[-1]}"
             raise ValueError(f"{why}: make the output projection a ColumnParallelLinear")
         logits, targets = logits.flatten(0, -2), targets.flatten()  # (n, V / t), (n,)
-        # A larger target is on no rank: its loss would be wrong, silently
+        # A larger target is on no rank: its loss would be wrong, without an error
         torch._assert_async((targets < self.vocab).all(), f"targets must be below {self.vocab}")
         losses = CrossEntropyFunction.apply(logits, targets, self.start, self.length, self.group)
         return losses.masked_fill(targets < 0, 0.0).sum() / target_count
@@ -228,78 +333,21 @@ class CrossEntropyFunction(torch.autograd.Function):
         return softmax.mul_(grad.unsqueeze(1)).to(ctx.dtype), None, None, None, None
 
 
-# --- shards: a rank's part of a parameter, and where it lies
-
-
-def shard(parameter, dim, group):
-    """This rank's shard, a new parameter with a `placement`. None stays None. Raises ValueError if
-    this dimension has been cut before, or if the parameter has been cut over this group."""
-    if parameter is None:
-        return None
-    dim, group = dim % parameter.dim(), group or dist.group.WORLD
-    cuts = placement(parameter)["cuts"]
-    if dim in cuts or group in [over for over, _, _ in cuts.values()]:
-        raise ValueError("this parameter is a shard already: cut it once, and tie its shards")
-    index, shards = dist.get_rank(group), dist.get_world_size(group)
-    full = parameter.detach()
-    part = nn.Parameter(shard_tensor(full, dim, index, shards), parameter.requires_grad)
-    part.__dict__.update(parameter.__dict__)  # keep other attributes, such as model.py's `init`
-    start, length, _ = span(parameter.shape[dim], index, shards)
-    part.placement = placement(parameter) | {"cuts": cuts | {dim: (group, start, length)}}
-    return part
-
-
-def placement(parameter):
-    """Where this rank's part of a parameter lies, a dict in the attribute p.placement:
-
-    shape            the shape of the whole parameter
-    cuts             {dimension: (group, start, length)}: this rank has whole[start : start +
-                     length], the other ranks of the group have other parts
-    partial, data    other techniques': docs/use/two-techniques.md"""
-    default = dict(shape=tuple(parameter.shape), cuts={}, partial=[], data=None)
-    return default | getattr(parameter, "placement", {})
-
-
-def shard_tensor(full, dim, index, shards):
-    """Shard `index` of a tensor along `dim`, in memory of its own, padded with zeros."""
-    start, length, width = span(full.shape[dim], index, shards)
-    part = full.new_zeros([*full.shape[:dim], width, *full.shape[dim + 1 :]])
-    part.narrow(dim, 0, length).copy_(full.narrow(dim, start, length))
-    return part
-
-
-def span(size, index, shards):
-    """(start, length, width): shard `index` holds size[start : start + length] of a dimension. All
-    shards are `width` wide; beyond `length` there are zeros. 5 rows on 4 ranks: 2, 2, 1 and 0."""
-    width = math.ceil(size / shards)
-    start = min(index * width, size)
-    return start, min(width, size - start), width
-
-
-def unshard(part, shape, group):
-    """The whole tensor of that shape, put together from all ranks' shards: of a parameter, of its
-    gradient, or of logits. Sends no gradient."""
-    for dim, size in enumerate(shape):
-        if part.shape[dim] != size:
-            parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
-            dist.all_gather(parts, part.detach().contiguous(), group=group)
-            part = torch.cat(parts, dim).narrow(dim, 0, size)  # without the padding
-    return part
-
-
 # --- the gradient's norm
 
 
 @torch.no_grad()
 def grad_norm(parameters, group):
-    """The norm of the whole gradient, a float64 scalar, the same on every rank. (clip_grad_norm_
-    sees this rank's shards only.) All t ranks' squares are added up. Each has another shard, but
-    all have the same whole parameters, and add 1/t of these."""
+    """The norm of the whole gradient, a float64 scalar, the same on every rank. The ranks' squares
+    are added up: of a shard its own, of a whole parameter 1/t, because all t ranks have it.
+
+    clip_grad_norm_ would take a rank's shards for the whole. Each rank would get another norm, and
+    scale norms and biases by another factor: they would drift apart, without an error."""
     parameters = list(parameters)
     square = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
     for p in parameters:
         if p.grad is not None:
-            copies = 1 if placement(p)["cuts"] else dist.get_world_size(group)
+            copies = 1 if placement_of(p)["cuts"] else dist.get_world_size(group)
             square += torch.linalg.vector_norm(p.grad, dtype=torch.float64).square() / copies
     dist.all_reduce(square, group=group)
     return square.sqrt()
@@ -318,7 +366,7 @@ def parallelize_tensors(model, group, whole_experts=False, enter=Enter, leave=Le
     check_heads(model.config, dist.get_world_size(group))
     for block in model.blocks.values():
         attn, mlp = block.attn, block.mlp
-        attn.enter = AsModule(enter, group)
+        attn.enter = Boundary(enter, group)
         attn.qkv = ColumnParallelLinear(attn.qkv, group)
         attn.proj = RowParallelLinear(attn.proj, group, leave)
         if model.config.qk_norm == "all":
@@ -327,11 +375,11 @@ def parallelize_tensors(model, group, whole_experts=False, enter=Enter, leave=Le
             attn.q_norm, attn.k_norm = (WholeNorm(n, group) for n in (attn.q_norm, attn.k_norm))
         if model.config.experts:
             if not whole_experts:
-                mlp.enter, mlp.leave = AsModule(enter, group), AsModule(leave, group)
+                mlp.enter, mlp.leave = Boundary(enter, group), Boundary(leave, group)
                 cut_experts(mlp.experts, group)
             mlp = mlp.shared  # None, or an ordinary MLP beside the experts. The router stays whole
         if mlp is not None:
-            mlp.enter = AsModule(enter, group)
+            mlp.enter = Boundary(enter, group)
             if mlp.gate is not None:
                 mlp.gate = ColumnParallelLinear(mlp.gate, group)
             mlp.up = ColumnParallelLinear(mlp.up, group)
@@ -339,7 +387,7 @@ def parallelize_tensors(model, group, whole_experts=False, enter=Enter, leave=Le
     if model.embed is not None:
         model.embed.token = VocabParallelEmbedding(model.embed.token, group, leave)
     if model.head is not None:
-        model.head.enter = AsModule(enter, group)
+        model.head.enter = Boundary(enter, group)
         model.head.out = ColumnParallelLinear(model.head.out, group)
         model.loss = VocabParallelCrossEntropy(model.config.vocab, group)
         if model.config.tied and model.embed is not None:
@@ -377,7 +425,7 @@ class SplitNorm(nn.Module):
         return normed.to(x.dtype).view(x.shape)
 
 
-def cut_experts(experts, group):  # their weights are (E, out, in)
+def cut_experts(experts, group):  # weights (E, out, in)
     experts.gate, experts.up = shard(experts.gate, 1, group), shard(experts.up, 1, group)
     experts.down = shard(experts.down, 2, group)
 
@@ -425,15 +473,13 @@ def split_mlps(model, group):
 
 
 def train(form, split, config, steps, device):
-    group = dist.group.WORLD
-    t, plain = dist.get_world_size(), split is split_mlps
+    group, t = dist.group.WORLD, dist.get_world_size()
     torch.manual_seed(0)  # equal weights on all ranks
     model = GPT(config).to(device, torch.float64)
     one = OneProcess(model, torch.optim.AdamW)
     split(model, group)
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters)  # after the split, which makes new parameters
-    max_norm = math.inf if plain else 0.5
     if dist.get_rank() == 0:
         print(f"{form}, {t} ranks")
     for step in range(steps):
@@ -445,27 +491,25 @@ def train(form, split, config, steps, device):
                 part = model(x, targets=y, target_count=count)
                 part.backward()
                 loss += part.detach()
-        if not plain:  # grad_norm has to know which parameters are shards
-            norm = grad_norm(parameters, group)
-            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        norm = grad_norm(parameters, group)
+        torch.nn.utils.clip_grads_with_norm_(parameters, 0.5, norm)
         optimizer.step()
-        alone = one.train_step(tokens, targets, count, max_norm)
+        alone = one.train_step(tokens, targets, count, 0.5)
         gradients, weights = [], []
         for (name, p), q in zip(model.named_parameters(), one.model.parameters()):
             gradients.append((name, unshard(p.grad, q.shape, group), q.grad))
             weights.append((name, unshard(p.data, q.shape, group), q.data))
         one.compare(step, loss, alone, gradients, weights)
-    r, rows = (t - 1) / t, tokens.numel()
-    if plain:
-        one.prove(sent, "4 r L B T C e", 4 * r * config.layers * rows * config.width * 8)
-    else:
-        text, each = "(4 L + 2) C + 3", (4 * config.layers + 2) * config.width + 3
-        more, weights = "", 0
-        if config.qk_norm == "each":  # both weights (D,), of both micro-batches
-            more, weights = " + 8 r L D e", 8 * r * config.layers * config.head_dim * 8
-        if config.qk_norm == "all":
-            text, each = f"{text} + 4 L", each + 4 * config.layers
-        one.prove(sent, f"2 r B T e ({text}){more}", 2 * r * rows * 8 * each + weights)
+    L, C, qk_norm, r = config.layers, config.width, config.qk_norm, (t - 1) / t
+    text, numbers, weights = "(4 L + 2) C + 3", (4 * L + 2) * C + 3, ""  # numbers per token
+    if split is split_mlps:
+        text, numbers = "2 L C", 2 * L * C
+    if qk_norm == "all":
+        text, numbers = "(4 L + 2) C + 3 + 4 L", numbers + 4 * L
+    formula = 2 * r * tokens.numel() * 8 * numbers
+    if qk_norm == "each":  # both weights (D,), of both micro-batches
+        weights, formula = " + 8 r L D e", formula + 8 * r * L * config.head_dim * 8
+    one.prove(sent, f"2 r B T e ({text}){weights}", formula)
 
 
 if __name__ == "__main__":

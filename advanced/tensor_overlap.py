@@ -84,7 +84,7 @@ class EnterLinear(torch.autograd.Function):
 
 
 class EnterAndProject(nn.Module):
-    """AsModule(Enter, group) and the ColumnParallelLinears behind it in one: x -> {layer: its
+    """Boundary(Enter, group) and the ColumnParallelLinears behind it in one: x -> {layer: its
     output}. Put each of `layers` where its ColumnParallelLinear was: called with that dict, it
     returns its own output. So a model's forward stays as it is. Nothing else may read the dict.
 
@@ -223,7 +223,7 @@ def start_reduce_scatter(x, group):
 #         pair[0] = EnterAndProject(enter, [layer], again)
 #         pair[1] = pair[0].layers[0]
 #
-# Where gate and up share one Enter, in norm = nn.Sequential(the norm, AsModule(Enter, group)):
+# Where gate and up share one Enter, in norm = nn.Sequential(the norm, Boundary(Enter, group)):
 #
 #   norm[1] = EnterAndProject(norm[1], [mlp.gate, mlp.up], again)
 #   mlp.gate, mlp.up = norm[1].layers

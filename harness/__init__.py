@@ -28,7 +28,7 @@ from harness.optimizer import (
     reduce_scatter,
     sum_over,
 )
-from harness.placement import placement, take
+from harness.placement import placement_of, take
 from harness.plots import check_plot, plot_flag, pyplot, save
 from harness.presets import parameter_count
 from harness.refusal import Refused, refusing, say

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 import torch.nn as nn
 
-from harness.placement import placement, take
+from harness.placement import placement_of, take
 from model import GPT
 
 DRAW_CHUNK = 1 << 22  # elements of a weight that are drawn on one core
@@ -63,7 +63,7 @@ def initial(model, seed, device="cpu", dtype=torch.float32, take=take, draw=draw
             setattr(module, name, torch.zeros_like(buffer, device=device))
 
     def value(p):
-        whole = draw(names[p], placement(p)["shape"], p.init, seed)
+        whole = draw(names[p], placement_of(p)["shape"], p.init, seed)
         return take(whole, p).to(device, dtype, copy=True)
 
     return value

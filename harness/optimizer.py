@@ -5,7 +5,7 @@ import math
 import torch
 import torch.distributed as dist
 
-from harness.placement import count, is_within, placement
+from harness.placement import count, is_within, placement_of
 
 # torch 2.13 renamed it
 reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -39,13 +39,13 @@ def grad_norm(parameters, groups=()):
     divides the square of its part by the number of ranks that have the same one; all add up.
     groups: those whose ranks have other layers."""
     parameters = list(parameters)
-    cuts = [[group for group, _, _ in placement(p)["cuts"].values()] for p in parameters]
+    cuts = [[group for group, _, _ in placement_of(p)["cuts"].values()] for p in parameters]
     grid = max(cuts, key=count, default=[])  # over which each parameter is cut, or copied
     gradients = {}  # {number of ranks with the same part: gradients}
     for p, cut_over in zip(parameters, cuts):
         if p.grad is not None:
             # A tied matrix is on two ranks of a group
-            twice = [g for g in placement(p)["partial"] if any(is_within(g, o) for o in groups)]
+            twice = [g for g in placement_of(p)["partial"] if any(is_within(g, o) for o in groups)]
             copies = count(grid) / count(cut_over) * count(twice)
             gradients.setdefault(copies, []).append(p.grad)
     device = parameters[0].device if parameters else None

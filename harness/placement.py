@@ -19,7 +19,7 @@ import math
 import torch.distributed as dist
 
 
-def placement(parameter):
+def placement_of(parameter):
     """A parameter's placement, with defaults for the missing entries."""
     whole = {"shape": tuple(parameter.shape), "cuts": {}, "partial": [], "data": None}
     return whole | getattr(parameter, "placement", {})
@@ -28,7 +28,7 @@ def placement(parameter):
 def take(whole, parameter):
     """This rank's piece of a whole tensor, padded with zeros to the parameter's shape."""
     piece = whole
-    for dim, (_, start, size) in placement(parameter)["cuts"].items():
+    for dim, (_, start, size) in placement_of(parameter)["cuts"].items():
         piece = piece.narrow(dim, start, size)
     if piece.shape == parameter.shape:
         return piece

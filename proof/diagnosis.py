@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
-from harness.placement import placement, take
+from harness.placement import placement_of, take
 from harness.presets import parameter_shapes
 from proof.differences import Difference, Recording, differences, explain, limits_of
 from proof.recorder import summary
@@ -107,7 +107,7 @@ def evidence(notes, errors, tensors, parameters):
     for name, p in parameters.items():
         for kind, pieces in tensors.items():
             total = summary_of_piece(pieces.get(name, torch.zeros_like(p)), p)
-            for group, _, _ in placement(p)["cuts"].values():  # summaries of pieces add up
+            for group, _, _ in placement_of(p)["cuts"].values():  # summaries of pieces add up
                 dist.all_reduce(total, group=group)
             summaries[kind, name] = total.tolist()
     return Evidence(errors, summaries, [joined(of_step) for of_step in notes.outputs])
@@ -115,7 +115,7 @@ def evidence(notes, errors, tensors, parameters):
 
 def summary_of_piece(piece, parameter):
     """This rank's part of the summary of a whole tensor, without what pads its piece."""
-    shape = placement(parameter)["shape"]
+    shape = placement_of(parameter)["shape"]
     numbers = torch.arange(1, math.prod(shape) + 1, device=piece.device).view(shape)
     numbers = take(numbers, parameter)
     return summary(piece[numbers > 0], numbers[numbers > 0] - 1)

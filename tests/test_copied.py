@@ -31,6 +31,7 @@ from foreign import (
 from reference import case, cuts_of, piece
 from tops import choices, in_one_file, on_top_of, refused, run_usage, usage
 from torch.distributed import group
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from uses import TOPS, Layout, equals_one_process, play_alone, saliency
 
 # --- training: ranks, model, optimizer and options of the Layout. {a | b} stands for both
@@ -467,6 +468,34 @@ def test_enter_and_leave_keep_what_others_hold(tp):
         tp.Leave.apply(leaf, group.WORLD)
 
 
+@on_top_of("tensor_parallel", 2)
+def test_checkpointing_that_keeps_products(tp):
+    """Leave must not sum what the second run is given back."""
+    torch.manual_seed(0)
+    mlp = tp.PlainTensorMLP(nn.Linear(3, 4), nn.Linear(4, 3), group.WORLD)
+    products = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+    keep = functools.partial(create_selective_checkpoint_contexts, products)
+    found = []
+    for options in (dict(), dict(context_fn=keep)):
+        mlp.zero_grad()
+        x = torch.ones(2, 5, 3, requires_grad=True)
+        run = functools.partial(checkpoint, use_reentrant=False, **options)
+        run(lambda x: mlp(x).square(), x).sum().backward()
+        found.append([x.grad, *(p.grad for p in mlp.parameters())])
+    torch.testing.assert_close(*found)
+
+
+@on_top_of("tensor_parallel", 2)
+def test_layers_that_make_several_things(tp):
+    """Each rank gets its part of each: of q, k and v of two sizes."""
+    torch.manual_seed(0)
+    fused, x = nn.Linear(3, 12), torch.randn(5, 3)
+    q, k, v = (t.chunk(2, -1)[dist.get_rank()] for t in fused(x).split([8, 2, 2], -1))
+    tp.order_by_rank(fused, [8, 2, 2], 2)
+    ours = tp.ColumnParallelLinear(fused, group.WORLD)(x).split([4, 1, 1], -1)
+    torch.testing.assert_close(ours, (q, k, v))
+
+
 @on_top_of("tensor_parallel sequence_parallel", 2)
 def test_a_partial_gradient_that_one_rank_lacks_counts_as_zeros(tp, sp):
     parameters = [nn.Parameter(torch.ones(3)) for _ in range(4)]
@@ -482,6 +511,9 @@ def test_a_partial_gradient_that_one_rank_lacks_counts_as_zeros(tp, sp):
     without = nn.Parameter(torch.ones(2))
     assert tp.grad_norm([*parameters, without], group.WORLD).item() == pytest.approx(648**0.5)
     assert tp.grad_norm([without], group.WORLD).item() == 0
+    mlp = sp.PlainSequenceMLP(nn.Linear(3, 4), nn.Linear(4, 3), group.WORLD)
+    sp.mark_partial(mlp.parameters(), group.WORLD)
+    assert [n for n, p in mlp.named_parameters() if p.placement.get("partial")] == ["down_bias"]
 
 
 @pytest.mark.parametrize("frozen", [False, True])

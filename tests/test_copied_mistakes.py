@@ -67,9 +67,12 @@ groups_in_grid(tied_matrices(), world)  # share parameters in another order
 parallelize_tensors(three_heads, world)
     # 6 heads and 3 kv-heads do not divide over 2 ... use 1 or 3
 shard(shard(weight, 0, world), {0 | 1 | -2}, world)  # is a shard already
-{ColumnParallelLinear | RowParallelLinear}({ColumnParallelLinear | RowParallelLinear}(
-    nn.Linear(4, 6), world), world)  # is a shard already
-VocabParallelEmbedding(VocabParallelEmbedding(nn.Embedding(6, 4), world), world)  # is a shard
+{ColumnParallelLinear | RowParallelLinear}({ColumnParallelLinear(nn.Linear(4, 6), world) |
+    LoRA(4, 4) | nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)) |
+    nn.utils.spectral_norm(nn.Linear(4, 4))}, world)  # a plain nn.Linear is needed, not this
+VocabParallelEmbedding({VocabParallelEmbedding(nn.Embedding(6, 4), world) |
+    ScaledEmbedding(6, 4)}, world)  # a plain nn.Embedding is needed
+order_by_rank(nn.Linear(4, 9), [3, 6], 2)  # 2 ranks do not divide
 VocabParallelEmbedding(nn.Embedding(7, 4), world)(torch.tensor([{7 | 8 | -1}]))
     # tokens must be from 0 to 6
 VocabParallelCrossEntropy(7, world)(torch.ones(2, 4), torch.tensor([0, {7 | 8}]), 2)
@@ -81,14 +84,15 @@ twice(lambda x: VocabParallelCrossEntropy(7, world)(x @ torch.ones(3, 4), torch.
     2, 3)  # does not require grad
 """,
     "tensor_parallel sequence_parallel": """
+mark_partial([weight], world) or tp.Boundary(tp.Enter, world)(weight)  # leave out Enter
 twice(lambda x: {GatherTokens | ReduceScatterTokens}.apply(x, world) ** 3, 2, 4, WIDTH)
     # once_differentiable
 """,
     "tensor_parallel sequence_parallel tensor_overlap": """
 Layout(Transformer(lambda: Block(heads=3)), "sgd", tp=2).model(TOKENS)  # unflatten
-twice(lambda x: sum(EnterAndProject(tp.AsModule(tp.Enter, world), [linear])(x).values()) ** 3,
+twice(lambda x: sum(EnterAndProject(tp.Boundary(tp.Enter, world), [linear])(x).values()) ** 3,
     2, WIDTH)  # once_differentiable
-twice(lambda x: sum(EnterAndProject(tp.AsModule(GatherTokens, world), [linear],
+twice(lambda x: sum(EnterAndProject(tp.Boundary(GatherTokens, world), [linear],
     {True | False})(x).values()) ** 3, 2, 4, WIDTH)  # once_differentiable
 """,
     "pipeline": """
@@ -128,6 +132,14 @@ def twice(function, *shape):
     x = torch.randn(shape, requires_grad=True)
     (gradient,) = torch.autograd.grad(function(x).sum(), x, create_graph=True)
     gradient.square().sum().backward()
+
+
+class LoRA(nn.Linear):
+    """It would have a forward of its own."""
+
+
+class ScaledEmbedding(nn.Embedding):
+    """So would this."""
 
 
 def qkv(q=(2, 4, 6, 8), k=(2, 2, 6, 8), v=None, dtype=torch.float32):

@@ -318,7 +318,7 @@ norm is local: composition:norm_in_grid
 first piece on every rank: tensor_parallel:span
     start = min(index * width, size) -> start = 0
     sgd --tp 2 -> step 1, forward: the output of blocks.0 on all ->
-all shards equal: harness.placement:placement
+all shards equal: harness.placement:placement_of
     "placement", {}) -> "placement", {}) | first_cuts(parameter)
     sgd --tp 2 -> step 1, forward: the output of blocks.0 on all ->
 shards counted as copies: composition:norm_in_grid

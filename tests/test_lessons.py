@@ -34,7 +34,7 @@ LESSONS = {
     "zero": ("model", (2, 3, 4)),
     "zero_bubble": ("model pipeline", (2, 3)),
     "fsdp": ("model zero", (2, 3, 4)),
-    "tensor_parallel": ("model", (2, 3, 4)),
+    "tensor_parallel": ("model", (1, 3, 4)),
     "sequence_parallel": ("model tensor_parallel", (2, 3, 4)),
     "composition": (COMPOSED, (2, 4)),
 }

@@ -166,7 +166,7 @@ class Layout(OneProcess):
 
         def cut(module, first, last, **options):
             layer = tp.ColumnParallelLinear(getattr(module, first), self.tp)
-            before = tp.AsModule(enter, self.tp)
+            before = tp.Boundary(enter, self.tp)
             project = tensor_overlap.EnterAndProject(before, [layer], **options)
             setattr(module, first, *project.layers)
             module.norm = nn.Sequential(module.norm, project)
@@ -182,7 +182,7 @@ class Layout(OneProcess):
         else:
             model.embed = tp.VocabParallelEmbedding(model.embed, self.tp, leave)
             head = tp.ColumnParallelLinear(model.head, self.tp)
-            model.head = nn.Sequential(tp.AsModule(enter, self.tp), head)
+            model.head = nn.Sequential(tp.Boundary(enter, self.tp), head)
             model.head[1].weight = model.embed.weight
         if self.tensor != "tensor":
             sp.mark_partial(model.parameters(), self.tp)
@@ -464,7 +464,7 @@ def split_llama(tp, llama, over):
     for parent in list(llama.modules()):
         for name, child in list(parent.named_children()):
             if name.endswith("norm"):
-                setattr(parent, name, nn.Sequential(child, tp.AsModule(tp.Enter, over)))
+                setattr(parent, name, nn.Sequential(child, tp.Boundary(tp.Enter, over)))
             elif name in kinds or isinstance(child, nn.Linear):
                 kind = kinds.get(name, tp.ColumnParallelLinear)
                 setattr(parent, name, kind(child, over))

@@ -42,7 +42,7 @@ import torch.distributed as dist
 
 from harness import Refused
 from harness.files import read
-from harness.placement import placement
+from harness.placement import placement_of
 from harness.presets import parameter_shapes
 from proof.ledger import states_of
 
@@ -109,7 +109,7 @@ def pieces_of(named, optimizer, index=None, beside=lambda stepped: {}):
     """
     found = []
     for name, p, flat, first, stepped, state in holdings(named, optimizer):
-        where = placement(p)
+        where = placement_of(p)
         shape = tuple(where["shape"])
         base, sizes = [0] * len(shape), list(shape)  # of the piece, without its padding
         for dim, (_, start, size) in where["cuts"].items():

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from harness import Refused, check_folder
-from harness.placement import placement
+from harness.placement import placement_of
 from harness.presets import parameter_shapes
 from proof import diagnosis
 from proof.recorder import Recorder
@@ -95,7 +95,7 @@ class Recording(Recorder):
             if tensor is None:  # no gradient counts as zeros
                 tensor = torch.zeros_like(p.data)
             summaries[name] = diagnosis.summary_of_piece(tensor, p)
-            for group, _, _ in placement(p)["cuts"].values():
+            for group, _, _ in placement_of(p)["cuts"].values():
                 cut_over.setdefault(group, []).append(name)
         for group, names in cut_over.items():
             sums = torch.stack([summaries[name] for name in names])
