@@ -152,9 +152,8 @@ class Ring(nn.Module):
     """In place of attention's core: ring attention over `group`, q (B, H, T', D), k and v
     (B, H_kv, T', D) -> (B, H, T', D). It has no parameters: one serves all layers.
 
-    1. positions(T): which of a sequence's T positions this rank holds, (T',). Shift the targets,
-       then cut tokens and targets by shard_sequence. Embeddings and rotations get the same
-       positions.
+    1. positions(T): which of a sequence's T positions this rank holds, (T',), for embeddings and
+       rotations. Shift the targets, then cut tokens and targets by shard_sequence.
     2. The loss is the sum over this rank's targets, divided by the number of all ranks' targets.
     3. After the last micro-batch sum each gradient over the group. The demo shows all three.
 
@@ -174,8 +173,7 @@ class Ring(nn.Module):
         self.zigzag = zigzag
 
     def positions(self, length, multiple=1):
-        """(T',): the positions of a sequence that this rank holds. Those from `length` on are
-        padding."""
+        """(T',): positions from `length` on are padding."""
         return held_positions(length, self.rank, self.n, self.zigzag, multiple)
 
     def forward(self, q, k, v):

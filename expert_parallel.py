@@ -48,10 +48,11 @@ def plain_dispatch(x, router_weights, chosen, experts, expert_count, group, all_
     experts                 experts(rows, rows_per_expert) -> results, of this rank's experts. rows
                             (m, C) come sorted by expert, and results (m, C) keep that order
     expert_count            E, which N must divide: each of N ranks has E / N experts
+    all_to_all              in place of AllToAll.apply, as in dualpipe.py
 
     Two demands, or backward hangs: x.requires_grad on every rank; and experts(rows (0, C), ...)
     returns a result that is connected to rows (F.linear's is, torch.zeros is not)."""
-    all_to_all = all_to_all or AllToAll.apply  # dualpipe.py has another one
+    all_to_all = all_to_all or AllToAll.apply
     world = dist.get_world_size(group)
     # Sort by expert, and so by rank. Each token makes k rows: choice i is of token i // k
     order = chosen.flatten().argsort(stable=True)  # (k n,)
@@ -177,9 +178,9 @@ def norm_with_experts(parameters, group):
 
 
 class ExpertDispatch(nn.Module):
-    """plain_dispatch, overlapped: y = dispatch(x, router_weights, chosen, experts). Where something
-    else can be computed meanwhile, call send() and combine() in its place and compute it between
-    them: here an MLP that every token passes, the shared MLP. With 2 chunks:
+    """plain_dispatch, overlapped: y = dispatch(x, router_weights, chosen, experts). Or call send()
+    and combine(), and between them compute something else: here the shared MLP, which every token
+    goes through. With 2 chunks:
 
         computed   shared MLP     experts of chunk 0   experts of chunk 1   sums of 0    sums of 1
         travels    rows of 0, 1   rows of 1            results of 0         results of 1
@@ -217,12 +218,12 @@ class ExpertDispatch(nn.Module):
         return torch.cat([chunk.add_up() for chunk in sent])
 
     def exchange_counts(self, choices):
-        """Tell every rank how many rows it gets. choices: each chunk's (k n,). Returns for each
-        chunk, in three lists:
+        """Tell every rank how many rows it gets. choices: (k n,) of each chunk. Returns three
+        lists, with one entry for each chunk:
 
-        send_counts     [N], how many rows go to each rank
-        receive_counts  [N], how many come from each rank
-        counts_in       (N, local_experts), how many come from each rank for each expert here"""
+        send_counts     [N]: how many rows go to each rank
+        receive_counts  [N]: how many come from each rank
+        counts_in       (N, local_experts): how many come from each rank for each expert here"""
         sizes = self.experts_per_rank
         world, local_experts = len(sizes), sizes[dist.get_rank(self.group)]
         counts_out = choices[0].new_zeros(self.expert_count, len(choices))  # (E, chunks)
