@@ -2,25 +2,30 @@
 
 Builds on tensor_parallel.py: read that first, and take it along. There each of t ranks holds all
 tokens between the layers, and all do the same work on them: norms, dropout, biases, additions. Each
-of these works on every token by itself. So here a rank does it for T/t consecutive tokens:
+of these works on every token by itself. So here a rank does it for T/t consecutive tokens. (This is
+Megatron's meaning. Attention still sees all tokens on each rank: to split it see
+context_parallel.py and advanced/ulysses.py.)
 
           split tokens   |        all tokens, split matrices         |   split tokens
     x --+----> norm -- gather --> up ---> gelu ---> down -- reduce-scatter --> + bias -> + --> y
         | (B,T/t,C)     (B,T,C)     (B,T,H/t)   (B,T,C) partial     (B,T/t,C)            |
         +--------------------------------------------------------------------------------+
 
-Sent      An all-reduce is a reduce-scatter and then an all-gather, and here they are apart. In each
-          a rank sends r = (t-1)/t of the tensor. A block has four of each, forward and backward,
-          embedding and head two of each together: r B T C e (8 L + 4), as in tensor parallelism.
-          Norms, positions and the biases after the reduce-scatter, P numbers in all, see this
-          rank's tokens only: one all-reduce of their gradients a step, 2 r P e more.
-Backward  Of the all-gather: each rank has a gradient for every token, of its own part of the layer.
-          The sum is the token's gradient, and a rank needs its own tokens': a reduce-scatter. Of
-          the reduce-scatter: each rank's x is a term of the sum for every token, and gets that
-          token's gradient: an all-gather.
-Limits    A GPT-2 block of tensor parallelism holds 4 + 12/t times B T C elements for backward, here
-          it is 2 + 14/t: the layers after a gather hold its result. (The paper gathers again, and
-          holds 16/t: tensor_overlap.py.) t must divide T. More: docs/learn/tensor-parallelism.md.
+Sent      An all-reduce is a reduce-scatter and then an all-gather. Here the two are apart, and in
+          each a rank sends r = (t-1)/t of the tensor. A block has four of each: two in forward, two
+          in backward (attention and MLP); embedding and head together have two of each. With the
+          loss that is r B T e ((8 L + 4) C + 6), as in tensor parallelism. Norms, positions and the
+          biases after the reduce-scatter, P numbers in all, see this rank's tokens only. Summing
+          their gradients takes one all-reduce a step, 2 r P e more.
+Backward  The backward of the all-gather is a reduce-scatter: every rank has a partial gradient for
+          all tokens; they are summed, and each rank keeps its own tokens'. The backward of the
+          reduce-scatter is an all-gather: every rank's partial result entered the sum of every
+          token, so it needs every token's gradient.
+Limits    None against tensor parallelism but twice as many messages: the bytes are the same, memory
+          and repeated work are less. Use it whenever t > 1 and t divides T. A GPT-2 block holds
+          2 + 14/t times B T C elements for backward, and 4 + 12/t there: the two column-parallel
+          layers (qkv, up) keep the gathered (B, T, C). (The paper gathers again, and holds 16/t:
+          advanced/tensor_overlap.py.) More: docs/learn/tensor-parallelism.md.
 
     torchrun --nproc_per_node=4 sequence_parallel.py   (needs model.py, to train and prove itself)
 
@@ -29,7 +34,6 @@ the gather is g, and the reduce-scatter g-bar).
 """
 
 import argparse
-import math
 
 import torch
 import torch.distributed as dist
@@ -69,7 +73,10 @@ def reduce_scatter_tokens(x, group):
 
 def shards_of_tokens(x, group):
     """(B, T, C) -> (t, B, T/t, C), as messages need them: each rank's tokens in one piece. With
-    tokens first, (T, B, C), as in Megatron, nothing would be copied."""
+    tokens first, (T, B, C), as in Megatron, nothing would be copied.
+
+    unflatten raises an error if t does not divide T: pad the tokens at the end, with targets that
+    don't count. Causal attention does not look there."""
     shards = x.unflatten(1, (dist.get_world_size(group), -1))
     return shards.transpose(0, 1).contiguous()
 
@@ -109,7 +116,7 @@ class ReduceScatterTokens(torch.autograd.Function):
 
 class PlainSequenceMLP(PlainTensorMLP):
     """x (B, T/t, C) -> (B, T/t, C), of this rank's tokens. down_bias, like a norm's weight, sees
-    these tokens only, so its gradient is a partial sum: it is added up once a step."""
+    these tokens only. So its gradient is a partial sum: add it up once a step."""
 
     def forward(self, x, batch=None):
         full = GatherTokens.apply(x, self.group)  # (B, T, C)
@@ -120,13 +127,47 @@ class PlainSequenceMLP(PlainTensorMLP):
 
 
 def shard_tokens(full, group):
-    """This rank's shard of numbers per token, such as positions: (..., T) -> (..., T/t)."""
+    """This rank's shard of what has one number per token, as positions: (..., T) -> (..., T/t)."""
     shards = full.unflatten(-1, (dist.get_world_size(group), -1))  # (..., t, T/t)
     return shards[..., dist.get_rank(group), :]
 
 
-# --- for CPUs. gloo's reduce-scatter sends as much as an all-reduce, twice the bytes. So there an
-#     all-to-all brings each rank's shards of this rank's tokens, and this rank adds them up
+# --- gradients of what isn't split: partial sums, because a rank saw its own tokens only
+
+
+def mark_partial(parameters, group):
+    """For each parameter that is not cut over `group`: note in its placement that its gradient is a
+    partial sum, to be added up over `group`. Call it after all cuts. Leave out experts that see all
+    ranks' tokens: their gradients are complete."""
+    group = group or dist.group.WORLD
+    for p in parameters:
+        place = placement_of(p)
+        cut_over = [over for over, _, _ in place["cuts"].values()]
+        if group not in cut_over and group not in place["partial"]:
+            p.placement = place | {"partial": [*place["partial"], group]}
+
+
+def reduce_partial(parameters):
+    """Complete the gradients that are partial sums, by one all-reduce per group. Call it once a
+    step, after the last backward pass, on all ranks with the same parameters. A rank without a
+    gradient adds zeros and gets the sum, so that all ranks take the same step."""
+    members_of = {}  # {group: parameters}
+    for p in dict.fromkeys(parameters):  # each once
+        if p.requires_grad:
+            for group in placement_of(p)["partial"]:
+                members_of.setdefault(group, []).append(p)
+    for group, members in members_of.items():
+        for p in members:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        flat = torch.cat([p.grad.flatten() for p in members])
+        dist.all_reduce(flat, group=group)
+        for p, total in zip(members, flat.split([p.numel() for p in members])):
+            p.grad.copy_(total.view_as(p))
+
+
+# --- for CPUs. gloo's reduce-scatter sends twice the bytes, as many as an all-reduce. So on gloo an
+#     all-to-all sends every rank its tokens' partial sums, and it adds the t pieces itself
 
 
 def exchange_tokens(x, group):
@@ -151,50 +192,15 @@ class ReduceScatterTokensOnGloo(ReduceScatterTokens):
         return exchange_tokens(x, group)
 
 
-# --- partial gradients: those of whole parameters, which saw this rank's tokens only. They are
-#     summed in one message
-
-
-def mark_partial(parameters, group):
-    """Note in the placement of each parameter that is not cut over `group` that backward leaves a
-    partial sum of its gradient. Call it after all cuts. Leave out experts that see all ranks'
-    tokens: their gradients are complete."""
-    group = group or dist.group.WORLD
-    for p in parameters:
-        where = placement_of(p)
-        cut_over = [over for over, _, _ in where["cuts"].values()]
-        if group not in cut_over and group not in where["partial"]:
-            p.placement = where | {"partial": [*where["partial"], group]}
-
-
-def reduce_partial(parameters):
-    """Complete the gradients that are partial sums, in one all-reduce per group. Call it once a
-    step, after the last backward pass, on all ranks with the same parameters. A rank without a
-    gradient adds zeros and gets the sum, so that all replicas take the same step."""
-    members_of = {}  # {group: parameters}
-    for p in dict.fromkeys(parameters):  # each once
-        if p.requires_grad:
-            for group in placement_of(p)["partial"]:
-                members_of.setdefault(group, []).append(p)
-    for group, members in members_of.items():
-        for p in members:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-        flat = torch.cat([p.grad.flatten() for p in members])
-        dist.all_reduce(flat, group=group)
-        for p, total in zip(members, flat.split([p.numel() for p in members])):
-            p.grad.copy_(total.view_as(p))
-
-
 # --- for model.py's GPT ---
 
 
 def parallelize_sequence(model, group, whole_experts=False):
     """As parallelize_tensors. Give every rank the whole tokens, targets, positions and sample_ids.
-    After backward call `reduce_partial`. A pipeline stage without an embedding takes x (B, T/t, C)
-    of the stage before, and needs positions (T,).
+    After the last backward pass call reduce_partial. A pipeline stage without an embedding takes
+    x (B, T/t, C) of the stage before, and needs positions (T,).
 
-    whole_experts: leave the experts as they are. Each rank sends its own tokens to them, so cut
+    whole_experts: leave the experts as they are. Each rank sends its own tokens to them. So cut
     them with expert_parallel.py over all tensor-parallel ranks, before or after this."""
     messages = GatherTokens, ReduceScatterTokens
     if dist.get_backend(group) == "gloo":
@@ -277,25 +283,25 @@ def train(form, split, config, args, device):
     split(model, group)
     named = list(zip(model.named_parameters(), one.model.parameters()))
     parameters = list(model.parameters())
-    whole = [p for (_, p), q in named if p.shape == q.shape]
+    whole = [p for p in parameters if not placement_of(p)["cuts"]]
     optimizer = torch.optim.AdamW(parameters)  # after the split, which makes new parameters
-    max_norm = math.inf if plain else 0.5
     if dist.get_rank() == 0:
         print(f"{form}, {t} ranks")
     for step in range(args.steps):
         tokens, targets, count = text_batch(step, 5, args.tokens, device)
-        alone = one.train_step(tokens, targets, count, max_norm)
+        alone = one.train_step(tokens, targets, count, 0.5)
         padding = 0, -args.tokens % t  # at the end: causal attention does not look there
         tokens, targets = F.pad(tokens, padding), F.pad(targets, padding, value=IGNORE)
         positions = torch.arange(tokens.shape[1], device=device)
+        n_tokens = tokens.numel()
+        if plain:  # embedding, head and loss are whole, and see this rank's tokens
+            own = (shard_tokens(full, group) for full in (tokens, targets, positions))
+            tokens, targets, positions = own
         optimizer.zero_grad()
         loss = torch.zeros_like(count, dtype=torch.float64)
         with Sent() as sent:
             for x, y in zip(tokens.tensor_split(2), targets.tensor_split(2)):  # micro-batches
-                where = positions
-                if plain:
-                    x, y, where = (shard_tokens(full, group) for full in (x, y, where))
-                part = model(x, where, y, target_count=count)
+                part = model(x, positions, y, target_count=count)
                 part.backward()
                 loss += part.detach()
             if plain:  # whole parameters saw this rank's tokens only
@@ -305,18 +311,17 @@ def train(form, split, config, args, device):
                 reduce_partial(parameters)
         if plain:
             dist.all_reduce(loss)  # a rank has the loss of its tokens
-        else:
-            norm = grad_norm(parameters, group)
-            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        norm = grad_norm(parameters, group)
+        torch.nn.utils.clip_grads_with_norm_(parameters, 0.5, norm)
         optimizer.step()
         gradients = [(name, unshard(p.grad, q.shape, group), q.grad) for (name, p), q in named]
         weights = [(name, unshard(p.data, q.shape, group), q.data) for (name, p), q in named]
         one.compare(step, loss, alone, gradients, weights)
-    text, each = "8 L C", 8 * config.layers * config.width  # plain: in the blocks alone
-    if not plain:
-        text, each = "(8 L + 4) C + 6", (8 * config.layers + 4) * config.width + 6
-    r, size = (t - 1) / t, sum(p.nbytes for p in whole)
-    formula = r * tokens.numel() * 8 * each + 2 * r * size
+    L, C, r = config.layers, config.width, (t - 1) / t
+    text, numbers = "(8 L + 4) C + 6", (8 * L + 4) * C + 6
+    if plain:  # in the blocks alone
+        text, numbers = "8 L C", 8 * L * C
+    formula = r * n_tokens * 8 * numbers + 2 * r * sum(p.nbytes for p in whole)
     one.prove(sent, f"r B T e ({text}) + 2 r P e", formula)
 
 

@@ -35,7 +35,7 @@ LESSONS = {
     "zero_bubble": ("model pipeline", (2, 3)),
     "fsdp": ("model zero", (2, 3, 4)),
     "tensor_parallel": ("model", (1, 3, 4)),
-    "sequence_parallel": ("model tensor_parallel", (2, 3, 4)),
+    "sequence_parallel": ("model tensor_parallel", (1, 3, 4)),
     "composition": (COMPOSED, (2, 4)),
 }
 BUGS = [bug for bug in exercises.load() if pathlib.Path(bug.run.split()[0]).stem in LESSONS]
