@@ -43,7 +43,7 @@ def said_in(ranks, flags, prompt=""):
     return ranks(args.dp * args.cp * args.tp * args.pp, work)[0]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3-moe"])
 def test_an_export_keeps_what_the_folder_had(ranks, folders, text, tmp_path, name):
     """Trained on 16 positions of 32, it still has all 32, its tokenizer and its settings. With
     other tokens it has neither: the old tokenizer would be used by mistake."""
@@ -180,7 +180,7 @@ def fine_tuned(ranks, flags):
         rows = [torch.cat((tokens, targets[:, -1:]), dim=1) for tokens, targets in batches]
         return [row["loss"] for row in run.history], torch.stack(rows)
 
-    return ranks(args.dp * args.cp * args.tp * args.pp, work)[0]
+    return ranks(args.dp * args.cp * args.tp * args.pp, work, timeout=1800)[0]
 
 
 def trainer_losses(model, folder, rows, lr):
