@@ -114,7 +114,8 @@ def cut(layers, stage_count, owner=None):
         for name, p in named.items():
             if first_rank.setdefault(p, rank) != rank:
                 how = "give one of them a copy, and call reduce_tied on both after all backwards"
-                raise ValueError(f"rank {first_rank[p]} has {name} of stage {stage}, too: {how}")
+                place = f"{name} of stage {stage} is on rank {first_rank[p]}"
+                raise ValueError(f"{place} already: {how}")
     return parts
 
 
@@ -149,7 +150,7 @@ class Action(NamedTuple):
 
 
 class Row(list):
-    """A rank's actions. It numbers the micro-batches: each stage takes them in order.
+    """A row as a list of actions. add() numbers the micro-batches, which each stage takes in order.
 
     row.add("FB", 0, 2)    # F0 and B0 of stage 0, then F0 and B0 of stage 2"""
 
@@ -356,10 +357,10 @@ def plan_receives(schedule, steps=None):
 
     On nccl a receive is a kernel that spins until its message is there. Posted too early it can
     hang, because CUDA may wait for it before it loads a kernel or frees memory. Posted too late it
-    hides nothing. The rule: post it in the round in which the message is sent. A round is one
-    action of every rank whose message has been sent. If the sender is a later rank, the receiver
-    posts before its own action of that round, so the message travels during that action. If the
-    sender is an earlier rank, it posts after its action.
+    hides nothing. The rule: post it in the round in which the message is sent. (In a round every
+    rank takes its next action if that action's message has been sent.) If the sender is a later
+    rank, the receiver posts before its own action of that round, so the message travels during that
+    action; if the sender is an earlier rank, after it.
 
         1F1B on rank 1 of 3. <F1 posts the receive of F1's input, <B1 that of B1's gradient
         <F0 F0 <F1 F1 <F2 <B0 B0 <B1 F2 B1 <F3 <B2 F3 B2 <F4 <B3 F4 B3 <B4 B4

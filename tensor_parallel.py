@@ -173,7 +173,7 @@ def unshard(part, shape, group):
     return part
 
 
-# --- the layers of any model. Attention is cut by them, too: q, k and v as `up`, by heads
+# --- the layers of any model. In attention q, k and v are cut as `up`, by heads; proj as `down`
 
 
 class Boundary(nn.Module):

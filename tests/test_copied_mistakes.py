@@ -96,7 +96,7 @@ twice(lambda x: sum(EnterAndProject(tp.Boundary(GatherTokens, world), [linear],
     {True | False})(x).values()) ** 3, 2, 4, WIDTH)  # once_differentiable
 """,
     "pipeline": """
-cut([*MODELS["chain"]()], 4)  # rank 0 has 1.weight of stage 3, too ... reduce_tied
+cut([*MODELS["chain"]()], 4)  # 1.weight of stage 3 is on rank 0 already ... reduce_tied
 cut([linear, nn.Tanh()], 2)  # stage 1 has no parameters
 """,
     "context_parallel": """
