@@ -9,10 +9,10 @@ GPT-2 (learned positions, LayerNorm, GELU, biases, one matrix for embedding and 
 (rotary positions, RMSNorm, SwiGLU, grouped-query attention, no biases) and later models differ in
 fields of Config. With `experts` > 0 a mixture (mixture.py) takes the place of the MLP.
 
-The model sends nothing. A technique removes submodules or replaces them: `enter`, an identity here,
-stands where it may put a message. `run_block`, `attend` and `finish` are methods of their own so
-that activation checkpointing can run just that again in backward. The end of the file, from
-`for the lessons' demos` on, is no part of the model.
+The model itself sends nothing. A technique replaces submodules, or removes them. `enter` is an
+identity that marks where tensor parallelism puts a message. `run_block`, `attend` and `finish` are
+methods of their own because activation checkpointing runs exactly these again in backward. The end
+of the file, from `for the lessons' demos` on, is no part of the model.
 
     model = GPT(Config(layers=2))
     tokens = torch.randint(model.config.vocab, (4, 129))
@@ -35,9 +35,9 @@ IGNORE = -1  # a target with this value adds nothing to the loss (torch's defaul
 
 @dataclass(frozen=True)
 class Config:
-    """The shape of a GPT. A 0 of kv_heads, head_dim and hidden is filled in at once: so
-    dataclasses.replace(config, width=256) needs hidden=0 and head_dim=0, too, or it keeps the old
-    ones, and with heads kv_heads=0."""
+    """The shape of a GPT. kv_heads, head_dim and hidden are 0 for their defaults, which are filled
+    in at once. dataclasses.replace would copy the filled-in numbers, so reset them:
+    replace(config, width=256, head_dim=0, hidden=0)."""
 
     layers: int = 4
     heads: int = 4
@@ -52,7 +52,7 @@ class Config:
     mlp: Literal["gelu", "swiglu"] = "gelu"
     bias: Literal[True, False, "qkv"] = True  # of linear layers. qkv: of q, k and v only (Qwen2)
     tied: bool = True  # one matrix is both the token embedding and the output projection
-    # On the embedding, and on what attention and MLP add to x. Only in a forward with sample_ids
+    # No effect unless forward gets sample_ids. On the embedding, and on what attention and MLP add
     dropout: float = 0.0
     rope_theta: float = 10000.0
     # frequencies -> (frequencies, factor of cos and sin): for long sequences (Llama 3.1, YaRN)
@@ -91,8 +91,7 @@ class Config:
 
 
 class Batch(NamedTuple):
-    """What layers need to know of the tokens: GPT.make_batch makes it once per forward. A plain GPT
-    has positions only, and perhaps rope."""
+    """What layers need to know of the tokens: GPT.make_batch makes it once per forward."""
 
     positions: torch.Tensor | None = None  # (T,), or (B, T) within documents
     rope: tuple | None = None  # their rotary_table
@@ -157,12 +156,13 @@ class GPT(nn.Module):
         x             tokens (B, T), or activations (B, T, C) if this stage has no embedding
         positions     (T,), by default arange(T)
         targets       (B, T)
-        target_count  see CrossEntropy. By default the number of valid `targets`. Without both a
-                      mixture's load is not balanced
+        target_count  see CrossEntropy. By default the number of valid `targets`. With neither of
+                      the two a mixture's load is not balanced
         sample_ids    (B,), a number per row, unique in the whole run: the same number, the same
                       dropout. They alone switch it on: train() and eval() don't
         starts        (B, T), on the host, of whole sequences, even if x is a piece: where each
-                      token's document begins, as 0 0 0 3 3. Attention and positions stay within"""
+                      token's document begins, as 0 0 0 3 3. Attention and positions stay within
+                      the document"""
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
         if target_count is None and targets is not None:
@@ -194,7 +194,8 @@ class GPT(nn.Module):
         return block(x, batch)
 
     def named(self):
-        """(full name, parameter) pairs. A tied head has the embedding's name, on every stage."""
+        """As named_parameters(), but a last stage's own copy of a tied matrix has the embedding's
+        name."""
         for name, p in self.named_parameters():
             tied = self.config.tied and name == "head.out.weight"
             yield "embed.token.weight" if tied else name, p
@@ -267,7 +268,7 @@ class MLP(nn.Module):
         self.up = nn.Linear(config.width, config.hidden, bias=config.bias is True)
         self.down = nn.Linear(config.hidden, config.width, bias=config.bias is True)
 
-    def forward(self, x, batch=None):  # batch: for the mixture that may take an MLP's place
+    def forward(self, x, batch=None):  # batch: a mixture in its place needs it
         x = self.enter(x)
         # In the order of declaration: ddp.py expects gradients in its reverse
         gate = None if self.gate is None else self.gate(x)
@@ -496,8 +497,8 @@ def leave(code=0):
 
 def text_batch(step, rows, context, device):
     """A step's global batch of Python's own source, in bytes: tokens and targets (rows, context),
-    and how many targets count: of every third row only the second half, like the answer to a
-    prompt. So ranks have unequal numbers."""
+    and the number of valid targets. In every third row the first half is IGNORE, as a prompt would
+    be, so ranks have unequal numbers of them."""
     files = sorted(pathlib.Path(sysconfig.get_paths()["stdlib"]).glob("a*.py"))
     text = torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8)
     generator = torch.Generator().manual_seed(step)
@@ -573,8 +574,9 @@ class OneProcess:
             print(f"{text}, apart: {apart}")
 
     def prove(self, sent, text, formula):
-        """Print what the rank sent that sends most, beside the formula in `text`, and "proven" if
-        nothing differs by more than 1e-10 (rounding is 1e-15). Else end with exit code 1."""
+        """Print what the rank sent that is furthest from the formula, beside it and its `text`, and
+        "proven" if nothing differs by more than 1e-10 (rounding is 1e-15). Otherwise end with exit
+        code 1."""
         on_ranks = [None] * dist.get_world_size()
         calls = ", ".join(f"{n} {name}" for name, n in sent.calls.items())
         dist.all_gather_object(on_ranks, (abs(sent.bytes - formula), sent.bytes, formula, calls))
