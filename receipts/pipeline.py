@@ -7,41 +7,42 @@ schedule with times: for each rank a list of (start, end, action).
 import collections
 import functools
 import itertools
-from importlib import import_module
 
+import advanced  # noqa: F401  (its lessons have plain names)
+from dualpipe import dualpipev
 from harness.flags import POSITIVE, Parser
 from harness.presets import ceil
 from harness.refusal import Refused, refusing
 from harness.start import script
+from pipeline import Schedule, gpipe, interleaved, one_f_one_b
 from receipts.formulas import SCALAR, flops_per_token, held, summed
+from zero_bubble import zb_h1, zb_h2, zb_v
 
 MOST_ACTIONS = 20_000_000  # of a schedule: 160 bytes and 7 microseconds each
 MOST_COMPARED = 30_000  # of each schedule that main() simulates
 
-# {name: the lesson and its function that makes a row}. By name, because lessons import this file
-SCHEDULES = {
-    "gpipe": ("pipeline", "gpipe"),
-    "1f1b": ("pipeline", "one_f_one_b"),
-    "interleaved": ("pipeline", "interleaved"),
-    "zb-h1": ("zero_bubble", "zb_h1"),
-    "zb-h2": ("zero_bubble", "zb_h2"),
-    "zb-v": ("zero_bubble", "zb_v"),
-    "dualpipev": ("dualpipe", "dualpipev"),
+SCHEDULES = {  # what makes a rank's row
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "zb-v": zb_v,
+    "dualpipev": dualpipev,
 }
 
 
 def make_row(name, rank, ranks, microbatches, chunks=None):
     """A rank's row. chunks: stages per rank of interleaved; others have their own number."""
-    lesson, function = SCHEDULES[name]
     options = {"chunks": chunks} if chunks and name == "interleaved" else {}
-    return getattr(import_module(lesson), function)(rank, ranks, microbatches, **options)
+    return SCHEDULES[name](rank, ranks, microbatches, **options)
 
 
 @functools.cache
 def find_schedule(name, ranks, microbatches, chunks=None):
     """The schedule of that name. Raises ValueError where none exists for these numbers."""
     rows = [make_row(name, rank, ranks, microbatches, chunks) for rank in range(ranks)]
-    schedule = import_module("pipeline").Schedule(rows)
+    schedule = Schedule(rows)
     held = len(schedule.stages(0))
     if chunks not in (None, held):
         raise ValueError(f"stages a rank of {name}: {held}, not {chunks}: leave out --chunks")

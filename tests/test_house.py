@@ -125,7 +125,10 @@ def test_arrows_go_down():
             # ddp.py's demo uses the all-reduces of collectives.py, and so on
             same = name.partition(".")[0] == target.partition(".")[0]
             lessons = floor(name) == floor(target) == LESSONS
-            assert floor(target) < floor(name) or same or lessons, f"{name} imports {target}"
+            # The schedules are the lessons' own. Else a receipt stands below the demos that show it
+            schedules = name == "receipts.pipeline" and floor(target) == LESSONS
+            fine = floor(target) < floor(name) or same or lessons or schedules
+            assert fine, f"{name} imports {target}"
 
 
 @pytest.mark.parametrize("folders", CEILINGS)
