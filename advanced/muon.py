@@ -24,13 +24,13 @@ Use       For the layers of a language model: a lower loss than AdamW's after as
 Limits    More ranks than matrices are no faster. Keep weights in float32: in bfloat16 small steps
           and the decay round away. Beside tensor parallelism: the end.
 
-    torchrun --nproc_per_node=4 -m advanced.muon
-    python -m advanced.muon --family llama --experts 4
+    torchrun --nproc_per_node=4 -m advanced.muon       (needs model.py, to train and prove itself)
 
 Jordan et al. 2024, https://kellerjordan.github.io/posts/muon. Liu et al. 2025, Muon is scalable,
 arXiv:2502.16982 (Moonlight: the update's scale, distributed Muon).
 """
 
+import argparse
 import functools
 import math
 from collections import Counter
@@ -64,8 +64,7 @@ def orthogonalize(matrix, dtype=None):
 class PlainMuon(torch.optim.Optimizer):
     """Muon on one process, for matrices and for stacks of them.
 
-        matrices = [p for p in model.blocks.parameters() if p.dim() > 1]
-        optimizer = PlainMuon(matrices, lr=1e-3)       # and an AdamW for all other parameters
+    Of a language model these are its layers'. Embedding, head and vectors take make_adamw(), below.
 
     The update's root mean square is about 0.2, as AdamW's (Moonlight), or less where many singular
     values are tiny. So both take the same learning rate and weight decay. dtype=torch.bfloat16: the
@@ -102,6 +101,13 @@ class PlainMuon(torch.optim.Optimizer):
         p.sub_(lr * update_of(direction, p, rows, settings["dtype"]))
 
 
+def make_adamw(decayed, undecayed, lr=1e-3, weight_decay=0.1):
+    """For the other parameters: embedding and head, and then vectors. GPT-3's betas."""
+    groups = [{"params": decayed, "weight_decay": weight_decay}]
+    groups += [{"params": undecayed, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr, betas=(0.9, 0.95), fused=True)
+
+
 def update_of(direction, p, rows, dtype):
     """The orthogonalised direction, scaled to a root mean square of about 0.2. rows: of each matrix
     in p; None: p is one matrix, or a stack of them."""
@@ -119,16 +125,9 @@ def update_of(direction, p, rows, dtype):
 
 
 def step_by_owner(plain_muon, adamw, group):
-    """In place of plain_muon.step() and adamw.step(), after a backward pass on this rank's part of
-    the batch:
-
-        model.zero_grad()
-        loss = cross_entropy(model(x), y, reduction="sum") / target_count    # targets of all ranks
-        loss.backward()
-        step_by_owner(plain_muon, adamw, group)
-
-    Needs equal weights on all ranks, and a gradient of every parameter, if only zeros. Clipping
-    before it would see this rank's part of the sum only; Muon, below, can clip."""
+    """In place of plain_muon.step() and adamw.step(), after backward on this rank's part of the
+    batch. Needs equal weights on all ranks, and a gradient of every parameter, if only zeros.
+    Clipping before it would see this rank's part of the sum only; Muon, below, can clip."""
     matrices = [p for settings in plain_muon.param_groups for p in settings["params"]]
     others = [p for settings in adamw.param_groups for p in settings["params"]]
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -144,30 +143,27 @@ def step_by_owner(plain_muon, adamw, group):
         dist.broadcast(p.data, group=group, group_src=i % ranks)
 
 
-# --- the same in full. It adds to step_by_owner:
-#     reductions during backward   Muon._arrived, in one order on all ranks
-#     broadcasts during the step   Muon.step: a matrix travels while its owner iterates on the next
-#     norm, clip                   each element counts once, where it is owned
-#     owners with equal work, and AdamW on 1/N of the rest: deal_to_owners and OwnedBucket, below
+# --- the same in full: reductions during backward, broadcasts during the step, a norm in which each
+#     element counts once, where it is owned, owners with equal work, AdamW on 1/N of the rest
 
 
 class Muon:
     """Trains `model` over `group`: Muon for `matrices`, AdamW for its other parameters.
 
-        matrices = [p for p in model.blocks.parameters() if p.dim() > 1]
-        muon = Muon(model, group, matrices, lr=1e-3, microbatches=2)
-        for micro_batches, target_count in batches:    # the number of targets of all ranks
-            muon.zero_grad()                           # not the model's: that would replace p.grad
-            for x, y in micro_batches:                 # this rank's two
-                loss = cross_entropy(model(x), y, reduction="sum") / target_count
-                loss.backward()
-            muon.clip(muon.grad_norm(), 1.0)           # torch's would read unsummed gradients
-            muon.step()
+    zero_grad()  all gradients are 0. Not the model's zero_grad(): p.grad is a view of a bucket
+    backward     `microbatches` passes. _arrived counts gradients, and starts to reduce the buckets
+                 that are full, in order
+    finish()     reduces what backward has not, and waits for all. p.grad is complete on p's owner
+    step()       AdamW on this rank's pieces, Muon on its matrices. Each is sent once it is done.
+                 Before it clip(grad_norm(), limit), if wanted
+
+    groups_of    beside another technique: advanced/composition.py. There the model may be {stage:
+                 module}, the stages of a pipeline that this rank has
+    options      of PlainMuon: momentum, dtype and by_heads
 
     Before Muon(...): tie, cast and freeze weights, move the model to one device, and give all ranks
-    equal weights. After finish() p.grad is complete on p's owner only. A parameter that got no
-    gradient still moves, by its momentum and its decay. Schedulers set learning rates in
-    muon.param_groups."""
+    equal weights. A parameter that got no gradient still moves, by its momentum and its decay.
+    Schedulers set learning rates in muon.param_groups."""
 
     def __init__(
         self,
@@ -176,9 +172,9 @@ class Muon:
         matrices,
         lr=1e-3,
         weight_decay=0.1,  # of each matrix, the embedding too; vectors have none
-        microbatches=1,  # the backward passes of a step
-        groups_of=None,  # beside another technique: advanced/composition.py
-        **options,  # momentum, dtype and by_heads, of PlainMuon
+        microbatches=1,
+        groups_of=None,
+        **options,
     ):
         stages = model if isinstance(model, dict) else {None: model}
         # A matrix that two stages of a pipeline share gets a gradient from each
@@ -189,7 +185,11 @@ class Muon:
         self.model = model = nn.ModuleList(stages.values()) if isinstance(model, dict) else model
         self.group, self.microbatches = group, microbatches
         matrices = set(matrices)
-        check_matrices(matrices, model)
+        if not matrices:
+            raise ValueError("no matrices: an iterator used up, or a model for AdamW alone")
+        for p in matrices:
+            if p not in self.uses or p.dim() not in (2, 3):
+                raise ValueError(f"{tuple(p.shape)} is no matrix of the model, nor a stack of them")
 
         # 1  Buckets, in the order in which backward fills them. Each matrix has its own. Vectors
         #    are small: they share one, the last
@@ -221,28 +221,20 @@ class Muon:
             elif bucket.owner is None:
                 undecayed += bucket.pieces
         self.muon = PlainMuon([{"params": own_matrices}], lr, weight_decay, **options)
-        groups = [{"params": decayed, "weight_decay": weight_decay}]
-        groups += [{"params": undecayed, "weight_decay": 0.0}]
-        self.adamw = torch.optim.AdamW(groups, lr, betas=(0.9, 0.95), fused=True)  # GPT-3's betas
+        self.adamw = make_adamw(decayed, undecayed, lr, weight_decay)
         self.optimizers = self.muon, self.adamw
 
-        self.addresses = addresses_of(model)  # of weights and gradients, to notice a new one
+        self.addresses = self.find_addresses()
         self.messages = []  # on their way
         self.finished = True  # whether the gradients are summed
         self.zero_grad()
 
-    # --- a step
-    #
-    # zero_grad()  All gradients are 0.
-    # backward     Autograd adds to p.grad, a view of a bucket. _arrived counts, and starts to
-    #              reduce the buckets that are full, in order.
-    # finish()     Reduces what backward has not, and waits for all.
-    # step()       AdamW on this rank's pieces, Muon on its matrices. Each is sent once it is done.
-
     def zero_grad(self):
-        """Start a step. After an exception in backward on any rank call finish() on all ranks
-        first: reductions may still run."""
-        check_zero_grad(self)
+        """After an exception in backward on any rank call finish() on all ranks first: reductions
+        may still run."""
+        self.check_addresses()
+        if not self.finished and any(b.grads_left < b.grads_per_step for b in self.buckets):
+            raise RuntimeError("there was no finish(): gradients would be lost")
         self.finished = False
         self.reductions_started = 0  # the number of buckets whose reduction has started
         for bucket in self.buckets:
@@ -250,7 +242,10 @@ class Muon:
             bucket.grads_left = bucket.grads_per_step
 
     def _arrived(self, bucket, p):  # autograd has added to p.grad
-        check_grads_left(bucket)
+        if bucket.grads_left == 0:  # its gradient would not be summed
+            raise RuntimeError(
+                "more backward passes than microbatches=, or a backward after finish()"
+            )
         bucket.grads_left -= 1
         self._start_full_buckets()
 
@@ -264,10 +259,10 @@ class Muon:
             self.reductions_started += 1
 
     def finish(self):
-        """Each gradient is complete, on its owner. grad_norm, step and gather_full call it, too."""
+        """grad_norm(), step() and gather_full() call it, too."""
         if self.finished:
             return
-        check_addresses(self)
+        self.check_addresses()
         for bucket in self.buckets:
             bucket.grads_left = 0  # a rank that ran fewer passes must still join the reductions
         self._start_full_buckets()
@@ -310,6 +305,17 @@ class Muon:
         for message in self.messages:
             message.wait()
         self.messages = []
+
+    def find_addresses(self):  # of weights and gradients
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        return {p: (p.data_ptr(), p.grad is not None and p.grad.data_ptr()) for p in trained}
+
+    def check_addresses(self):
+        if self.find_addresses() != self.addresses:
+            raise RuntimeError(
+                "p.grad was replaced: call Muon's zero_grad(), not the model's. Or a parameter was"
+                " replaced, moved, cast, frozen or unfrozen: do that before Muon(...)"
+            )
 
     # --- beside a step: schedules, checkpoints, whole gradients
 
@@ -467,89 +473,90 @@ def update_of_shard(direction, p, cuts, rows, dtype):
     return part
 
 
-# --- mistakes that would be silent: refused
-
-
-def check_matrices(matrices, model):
-    if not matrices:
-        raise ValueError("no matrices: an iterator used up, or a model for AdamW alone")
-    parameters = set(model.parameters())
-    for p in matrices:
-        if p not in parameters or p.dim() not in (2, 3):
-            raise ValueError(f"{tuple(p.shape)} is no matrix of the model, nor a stack of them")
-
-
-def check_grads_left(bucket):
-    if bucket.grads_left == 0:
-        raise RuntimeError(
-            "more backward passes than microbatches= says, or a backward after finish() (grad_norm"
-            " and step call it): its gradient would not be summed"
-        )
-
-
-def check_zero_grad(muon):
-    check_addresses(muon)
-    if not muon.finished and any(b.grads_left < b.grads_per_step for b in muon.buckets):
-        raise RuntimeError("there was no finish(): gradients would be lost")
-
-
-def check_addresses(muon):
-    if addresses_of(muon.model) != muon.addresses:
-        raise RuntimeError(
-            "p.grad was replaced: call Muon's zero_grad(), not the model's. Or a parameter was"
-            " replaced, moved, cast, frozen or unfrozen: do that before Muon(...)"
-        )
-
-
-def addresses_of(model):
-    """{parameter: where its weights are, and its gradient}"""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return {p: (p.data_ptr(), p.grad is not None and p.grad.data_ptr()) for p in trained}
-
-
 # --- demo ---
 
-import harness
-import proof
-import receipts.muon
+if __name__ == "__main__":  # importing this file needs no model.py
+    from model import GPT, Config, OneProcess, Sent, join_ranks, leave, text_batch
 
 
 def main():
-    parser = harness.parser(__doc__)
-    why = "of embedding, head and vectors"  # no other
-    parser.add_argument("--optimizer", choices=["adamw"], default="adamw", help=why)
+    parser = argparse.ArgumentParser(description="train a GPT in each form, and prove it")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--microbatches", type=int, default=2, help="of each rank, a step")
     args = parser.parse_args()
-    harness.configure(args)
-    proof.launch(demo, args, check=functools.partial(harness.check_batch, args))
+    device = join_ranks()
+    for form in ("plain", "full", "full, by heads"):
+        train(form, args, device)
+    leave()
 
 
-def demo(run):
-    args, group = run.args, dist.group.WORLD
-    run.groups(dp=group)
-    model = run.fill(run.meta_model())  # the same seed everywhere: the replicas start equal
-    options = dict(lr=args.lr, weight_decay=args.weight_decay, microbatches=args.microbatches)
-    matrices = [p for p in model.blocks.parameters() if p.dim() > 1]  # not embedding and head
-    muon = Muon(model, group, matrices, **options)
-    # --prove repeats the run on one process: PlainMuon for the matrices, AdamW for the rest
-    run.make_optimizer = receipts.muon.one_process(PlainMuon)
+class MuonAndAdamW:
+    """On one process, and for step_by_owner."""
 
-    for step in run.steps(muon):
-        muon.zero_grad()
-        loss = run.zero()
-        for tokens, targets, samples in run.microbatches(step, run.rank, run.world):
-            # target_count: the tokens of the global batch
-            part = model(tokens, targets=targets, target_count=run.target_count, sample_ids=samples)
-            part.backward()
-            loss += part.detach()
-        started_in_backward = muon.reductions_started  # for the receipt
-        dist.all_reduce(loss, group=group)
-        norm = muon.grad_norm()
-        run.check(loss, norm, lambda: muon.gather_full(model.named()))
-        muon.clip(norm, args.grad_clip)
-        muon.step()
-        run.log()
-    return run.receipt(*receipts.muon.of_demo(run, muon, started_in_backward))
+    def __init__(self, parameters, is_matrix, **options):
+        kinds = {True: [], "decayed": [], "undecayed": []}
+        for p, matrix in zip(parameters, is_matrix):
+            kinds[matrix or ("decayed" if p.dim() > 1 else "undecayed")].append(p)
+        matrices, *others = kinds.values()
+        self.muon, self.adamw = PlainMuon(matrices, **options), make_adamw(*others)
+
+    def zero_grad(self):
+        self.muon.zero_grad()
+        self.adamw.zero_grad()
+
+    def step(self):
+        self.muon.step()
+        self.adamw.step()
+
+
+def train(form, args, device):
+    group, m = dist.group.WORLD, args.microbatches
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    plain, max_norm = form == "plain", math.inf if form == "plain" else 0.5
+    torch.manual_seed(0)  # all ranks draw equal weights
+    model = GPT(Config(layers=2, width=32, context=32)).to(device, torch.float64)
+    is_matrix = [n.startswith("blocks") and p.dim() > 1 for n, p in model.named_parameters()]
+    options = {"by_heads": "by heads" in form}
+    make_optimizer = functools.partial(MuonAndAdamW, is_matrix=is_matrix, **options)
+    one = OneProcess(model, make_optimizer)
+    for p, q in zip(model.parameters(), one.model.parameters()):
+        q.__dict__.update(p.__dict__)  # matrix_rows, which a copy has lost
+    if plain:
+        optimizer = make_optimizer(model.parameters())
+    else:
+        matrices = [p for p, matrix in zip(model.parameters(), is_matrix) if matrix]
+        optimizer = Muon(model, group, matrices, microbatches=m, **options)
+    if rank == 0:
+        print(f"{form}, {ranks} ranks, {m} micro-batches")
+    for step in range(args.steps):
+        tokens, targets, count = text_batch(step, 2 * m * ranks + 1, 32, device)
+        rows = torch.arange(len(tokens)).tensor_split(ranks)[rank]  # unequally many
+        loss = torch.zeros_like(count, dtype=torch.float64)
+        with Sent() as sent:
+            optimizer.zero_grad()
+            for micro_batch in rows.tensor_split(m):
+                x, y = tokens[micro_batch], targets[micro_batch]
+                part = model(x, targets=y, target_count=count)  # the sum over y, divided by count
+                part.backward()
+                loss += part.detach()
+            if plain:
+                step_by_owner(optimizer.muon, optimizer.adamw, group)
+            else:
+                optimizer.clip(optimizer.grad_norm(), max_norm)
+                optimizer.step()
+        dist.all_reduce(loss)  # a rank has its part of the loss, as of the gradients
+        alone = one.train_step(tokens, targets, count, max_norm)
+        if not plain:
+            optimizer.gather_full()
+        gradients, weights = [], []
+        for (name, p), q in zip(model.named_parameters(), one.model.parameters()):
+            weights.append((name, p.data, q.data))
+            if p.grad is not None:  # in the plain form a matrix's gradient is on its owner
+                gradients.append((name, p.grad, q.grad))
+        one.compare(step, loss, alone, gradients, weights)
+    r, size = (ranks - 1) / ranks, sum(p.nbytes for p in model.parameters())
+    one.prove(sent, "2 r P e, and the norm", 2 * r * size + (0 if plain else 2 * r * 8))
 
 
 if __name__ == "__main__":
-    harness.script(main)
+    main()

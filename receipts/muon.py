@@ -5,8 +5,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from harness.optimizer import make_optimizer
-from proof.receipt import Count
-from receipts.formulas import SCALAR, Group, add, held, sizes_of, summed
+from receipts.formulas import SCALAR, add, held, summed
 
 
 class Owned(NamedTuple):
@@ -34,8 +33,9 @@ def owned_by(muon, groups):
             partial[names[group]] = partial.get(names[group], 0) + size
         for p in bucket.parameters if bucket.owner is not None and size else ():
             cuts = getattr(p, "placement", {}).get("cuts", {})
-            within = [cut for dim, cut in cuts.items() if dim in (p.dim() - 2, p.dim() - 1)]
-            for group, _, _ in within:  # else this rank has whole matrices
+            # A cut of an earlier dimension leaves matrices whole, and one of rows leaves heads whole
+            dims = [p.dim() - 1] if hasattr(p, "matrix_rows") else [p.dim() - 2, p.dim() - 1]
+            for group, _, _ in [cut for dim, cut in cuts.items() if dim in dims]:
                 gathered[names[group]] = gathered.get(names[group], 0) + p.numel()
     return Owned(matrices, others, partial, gathered)
 
@@ -63,16 +63,6 @@ def expected(sizes, groups, owned):
     states = (owned.matrices + 2 * owned.others) * sizes.master
     text = f"of the {owned.matrices + owned.others:,} that it owns: e in a matrix, else 2 e"
     return sent, held(sizes) | {"optimizer": (states, text)}
-
-
-def of_demo(run, muon, early):
-    """(layout, sent, held, notes) of the demo's receipt. early: buckets started in backward."""
-    sizes, group = sizes_of(run.args, run.config, run.world), Group("dp", run.world)
-    table = expected(sizes, {"dp": group}, owned_by(muon, {}))
-    text = f"{early} of {len(muon.buckets)} buckets started during backward"
-    # Backward fills all of them, but for an expert's without tokens
-    notes = [Count(text, early, None if run.config.experts else len(muon.buckets))]
-    return {"dp": run.world, "optimizer": "muon"}, *table, notes
 
 
 # --- the same optimizer on one process
@@ -106,6 +96,7 @@ def one_process(muon):
     def make(model, args):
         matrices = matrices_of(model)
         others = [p for p in model.parameters() if p not in set(matrices)]
-        return Optimizers(muon(matrices, args.lr, args.weight_decay), make_optimizer(others, args))
+        own = muon(matrices, args.lr, args.weight_decay, by_heads=True)
+        return Optimizers(own, make_optimizer(others, args))
 
     return make

@@ -255,34 +255,18 @@ def assert_trained(named, whole, piece=lambda full, p: full):
         torch.testing.assert_close(p.detach(), piece(weight, p), rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.parametrize(
-    "files, of, model, optimizer",
-    [
-        ("ddp", "README", "torch", "sgd"),
-        ("muon", "Muon", "torch", "Muon"),
-    ],
-)
-def test_usage_of_data_parallelism(copied, files, of, model, optimizer):
+def test_usage_in_the_readme(copied):
     """Else whoever copies these lines trains another model."""
     _, _, readme = (ROOT / "README.md").read_text().partition("\n    from ddp import DDP\n")
 
     def work(rank):
-        module = importlib.import_module(files.split()[-1])
-        use = Layout(MODELS[model](), optimizer, microbatches=1 if of == "README" else 2)
-        names = loop_names(use, module) | {"make": use.make_optimizer, "steps": STEPS}
-        code = textwrap.dedent(readme.partition("\n## All of them")[0])
-        if of == "README":
-            names["batches"] = [(*part, count) for [part], count in names["batches"]]
-        else:
-            code = usage(getattr(module, of))
-        exec(code, names)
-        weights = use.named()
-        whole = one_process(model, optimizer, limit=1.0 if of == "Muon" else 0)
-        if of == "Muon":
-            weights = dict(names["muon"].gather_full([*weights.items()]))
-        assert_trained(weights, whole)
+        use = Layout(MODELS["torch"](), "sgd", microbatches=1)
+        names = loop_names(use, importlib.import_module("ddp"))
+        names["batches"] = [(*part, count) for [part], count in names["batches"]]
+        exec(textwrap.dedent(readme.partition("\n## All of them")[0]), names)
+        assert_trained(use.named(), one_process("torch", "sgd", limit=0))
 
-    copied(files, 3, work)
+    copied("ddp", 3, work)
 
 
 @pytest.mark.parametrize("messages", [("Enter", "Leave"), ("GatherTokens", "ReduceScatterTokens")])

@@ -101,27 +101,27 @@ train --export /proc/x -> --export /proc/x can't be written
 train --schedule fastest -> 'fastest'.*1f1b
 train --vocab 100 -> vocabulary of 100.*257
 train --lr nan -> 'nan' is not a number
-muon --lr 6 -> at most 1
-muon --weight-decay 1548805 -> at most 1
+train --lr 6 -> at most 1
+train --weight-decay 1548805 -> at most 1
 train --device cpu --backend nccl -> 1 ranks need 1 GPUs on nccl and this machine has 0
 train --tp 3 -> 4 heads.*3 tensor-parallel
-muon --nproc 5 -> --batch 16.*5 data-parallel
-muon --json /no/such/folder/file -> --json /no/such/folder/file can't be written
+train --dp 5 -> --batch 16.*5 data-parallel
+train --json /no/such/folder/file -> --json /no/such/folder/file can't be written
 train --dp 2 --nproc 3 -> needs 2 processes, not the 3
 train --width 100000000 --heads 1 -> the weights take .* GB, this machine has
 train --width 10000 --heads 1 --layers 100000 -> the weights take .* GB, this machine has
 train --layers 1000000 -> '1000000' is not a whole number of at least 1 and at most 100,000
 train --pp 4 --schedule interleaved --chunks 1000000 -> a schedule of
 train --ep 2 --dp 2 --experts 2 --expert-chunks 1000000 -> has 2,048 tokens
-muon --timeout 1e308 -> at most 1,000,000
-muon --nproc 1000000 --batch 2000000 -> 1,000,000 ranks are too many for one machine
+train --timeout 1e308 -> at most 1,000,000
+train --dp 1000000 --batch 2000000 -> 1,000,000 ranks are too many for one machine
 train --dry-run --gpu x=0GB,0TFLOP/s,0TB/s -> not known
 train --documents <|endoftext|> --cp 2 --cp-kind gather -> each rank uses other keys: use ring
 train --plan --gpus 7 --batch 8 -> no layout of 7 devices suits --batch 8
 tensor_overlap --sp --experts 2 --context 3 --nproc 2 -> use --context 4
-muon --data= -> --data is empty
-muon --json folder -> --json folder can't be written
-muon --json pipe -> --json pipe can't be written
+train --data= -> --data is empty
+train --json folder -> --json folder can't be written
+train --json pipe -> --json pipe can't be written
 train --log-to /dev/full -> --log-to /dev/full can't be written
 train --param-dtype float16 -> float16 would need a loss scale: use bfloat16, or float32
 train --zero 1 --param-dtype float64 -> is finer than --dtype float32
@@ -191,7 +191,7 @@ def test_bad_flags(monkeypatch, tmp_path, row):
 
 
 def test_bad_data_from_outside(tmp_path):
-    path, names = tmp_path / "text", [*SMALL, "--nproc", "2", "--data"]
+    path, names = tmp_path / "text", [*SMALL, "--dp", "2", "--data"]
     for content, words in (
         (None, "No such file or directory"),
         (b"\xff\0\xfe" * 500, "has no text"),
@@ -199,7 +199,7 @@ def test_bad_data_from_outside(tmp_path):
     ):
         if content is not None:
             path.write_bytes(content)
-        script = Script(tmp_path, "muon", [*names, str(path)])
+        script = Script(tmp_path, "train", [*names, str(path)])
         assert script.end() == 2 and "Traceback" not in script.output()
         [said] = script.errors()
         assert words in said

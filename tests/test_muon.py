@@ -139,6 +139,7 @@ def test_without_a_matrix_and_without_a_backward(ranks):
         assert optimizer.muon.param_groups[0].items() >= options.items()
         if rank == 0:
             model(torch.ones(2)).sum().backward()
+            assert optimizer.reductions_started == len(optimizer.buckets)  # within backward
         optimizer.step()
         return model.bias.detach()
 

@@ -23,7 +23,7 @@ from test_harness import SMALL
 from test_house import ON_HARNESS
 
 import harness
-import muon
+import proof
 import train
 from harness import host_messages, joining, start
 
@@ -33,9 +33,8 @@ class Torchrun(Script):
     process that has imported torch. Its ranks are fresh processes, which import it themselves."""
 
     def __init__(self, folder, name, *flags, ranks, restarts=0):
-        where = ["-m", "advanced.muon"] if name == "muon" else [str(ROOT / f"{name}.py")]
         given = [f"--nproc_per_node={ranks}", "--standalone", f"--max-restarts={restarts}"]
-        given += [*where, *flags]
+        given += [str(ROOT / f"{name}.py"), *flags]
 
         def run():
             os.chdir(ROOT)
@@ -50,19 +49,23 @@ class Torchrun(Script):
 
 
 def test_as_many_ranks_as_gpus(monkeypatch):
-    """Without --nproc a demo takes 4 ranks, or one a GPU if there are fewer."""
+    """Without --nproc a script takes 4 ranks, or one a GPU if there are fewer."""
     begun = []
+
+    def launch(*flags):
+        args = harness.parser("").parse_args(["--quiet", "--batch", "8", *flags])
+        harness.configure(args)
+        proof.launch(None, args)
+
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(start, "start_ranks", lambda work, world: begun.append(world) or 0)
     monkeypatch.setattr(start, "finish", lambda code: None)
     for flags in ([], ["--device", "cuda", "--backend", "gloo"], ["--device", "cpu"]):
-        monkeypatch.setattr(sys, "argv", ["muon.py", "--quiet", "--batch", "8", *flags])
-        muon.main()
+        launch(*flags)
     with monkeypatch.context() as one:  # as srun --gpus-per-task=1 shows it
         one.setattr(torch.cuda, "device_count", lambda: 1)
         one.setenv("SLURM_PROCID", "0")
-        one.setattr(sys, "argv", ["muon.py", "--quiet", "--batch", "8", "--nproc", "4"])
-        muon.main()
+        launch("--nproc", "4")
     assert begun == [2, 4, 4, 4]
     pods = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "::1", "MASTER_PORT": "1"}
     with monkeypatch.context() as one:  # as Kubeflow: nobody says how many ranks a host has
@@ -75,7 +78,7 @@ def test_as_many_ranks_as_gpus(monkeypatch):
     for variables in ({}, pods | {"LOCAL_WORLD_SIZE": "4"}):
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        said = refused(monkeypatch, "muon", "--nproc 4")
+        said = refused(monkeypatch, "train", "--dp 4")
         assert "4 ranks need 4 GPUs on nccl and this machine has 2" in said
         assert "share a GPU by --backend gloo" in said
 
@@ -95,7 +98,7 @@ def test_a_gpu_that_only_rank_1_cannot_use(monkeypatch, capsys, tmp_path):
 
 def test_under_torchrun(tmp_path):
     file = tmp_path / "receipt.json"
-    run = Torchrun(tmp_path, "muon", *SMALL, "--json", str(file), ranks=2)
+    run = Torchrun(tmp_path, "train", *SMALL, "--dp", "2", "--json", str(file), ranks=2)
     assert run.end() == 0, run.output()
     receipt = json.loads(file.read_text())
     assert receipt["ok"] and "proven" in run.output()
@@ -378,7 +381,7 @@ def not_forked(*flags):
 
     def before():
         os.chdir(ROOT)
-        sys.orig_argv = [sys.executable, "-m", "advanced.muon", *flags]
+        sys.orig_argv = [sys.executable, str(ROOT / "train.py"), *flags]
         start.can_fork = lambda: False
 
     return before
@@ -388,9 +391,9 @@ def not_forked(*flags):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_fresh_ranks_end_with_their_launcher(tmp_path, number):
     """At kill -9 once they run; at Ctrl-C of the group while they import torch, without a word."""
-    flags = [*SMALL[:8], "--nproc", "2", "--steps", "100000", "--prove", "0"]
+    flags = [*SMALL[:8], "--dp", "2", "--steps", "100000", "--prove", "0"]
     prepare = not_forked(*flags)
-    script = Script(tmp_path, "muon", flags, lambda: (prepare(), os.setpgid(0, 0)))
+    script = Script(tmp_path, "train", flags, lambda: (prepare(), os.setpgid(0, 0)))
     if number == signal.SIGKILL:
         ranks = script.wait_for("step ")
         os.kill(script.pid, number)
@@ -403,7 +406,7 @@ def test_fresh_ranks_end_with_their_launcher(tmp_path, number):
     assert len(ranks) == 2 and script.end() == (-9 if number == signal.SIGKILL else 130)
     assert gone(ranks)
     if number == signal.SIGINT:
-        assert script.errors() == ["muon.py: interrupted by SIGINT"], script.output()
+        assert script.errors() == ["train.py: interrupted by SIGINT"], script.output()
         assert "Traceback" not in script.output()
 
 
