@@ -20,7 +20,6 @@ ROWS = [
     "train.py --layers 8 --microbatches 8 --pp 4 --schedule zb-v",
     "train.py --microbatches 2 --cp 4",
     "train.py --microbatches 2 --dp 4 --ep 4 --experts 8 --expert-chunks 2",
-    "train.py --microbatches 2 --dp 4 --optimizer muon",
 ]
 
 

@@ -33,7 +33,7 @@ def owned_by(muon, groups):
             partial[names[group]] = partial.get(names[group], 0) + size
         for p in bucket.parameters if bucket.owner is not None and size else ():
             cuts = getattr(p, "placement", {}).get("cuts", {})
-            # A cut of an earlier dimension leaves matrices whole, and one of rows leaves heads whole
+            # A cut of an earlier dimension leaves matrices whole, a cut of rows leaves heads whole
             dims = [p.dim() - 1] if hasattr(p, "matrix_rows") else [p.dim() - 2, p.dim() - 1]
             for group, _, _ in [cut for dim, cut in cuts.items() if dim in dims]:
                 gathered[names[group]] = gathered.get(names[group], 0) + p.numel()
