@@ -36,8 +36,7 @@ LESSONS = {
     "fsdp": ("model zero", (2, 3, 4)),
     "tensor_parallel": ("model", (1, 3, 4)),
     "sequence_parallel": ("model tensor_parallel", (1, 3, 4)),
-    "sequence_parallel": ("model tensor_parallel", (2, 3, 4)),
-    "muon": ("model", (2, 3, 4)),
+    "muon": ("model", (2, 3)),
     "composition": (COMPOSED, (2, 4)),
 }
 BUGS = [bug for bug in exercises.load() if pathlib.Path(bug.run.split()[0]).stem in LESSONS]
