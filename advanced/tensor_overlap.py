@@ -1,6 +1,6 @@
 """Tensor and sequence parallelism, faster: Enter's message travels while backward computes.
 
-Read tensor_parallel.py first; what has --sp is for sequence_parallel.py. A linear layer's backward
+Read tensor_parallel.py first; "tokens split" is for sequence_parallel.py. A linear layer's backward
 gets dy, the gradient of its output, and computes dx, that of its input, and dW and db, those of its
 parameters. In those files autograd computes all three, and then calls Enter's backward, which sends
 dx and waits. But dW and db don't need what it sends:
@@ -9,27 +9,31 @@ dx and waits. But dW and db don't need what it sends:
                          network               | all-reduce of dx |
     here                 compute   dx | dW, db           | next layer
                          network      | all-reduce of dx |
-    --sp                 a reduce-scatter in place of the all-reduce
-    --gather-again       compute   dx          | dW, db               | next layer
+    tokens split         a reduce-scatter in place of the all-reduce
+    gather_again         compute   dx          | dW, db               | next layer
                          network   gather of x | reduce-scatter of dx |
 
 So Enter and the layers behind it become one autograd function, because within one function we
-choose the order. --gather-again is the paper's own form (Korthikanti et al. 2022): hold this rank's
-T/t tokens of x until backward, instead of all T, and gather them once more.
+choose the order. gather_again is the paper's own form (Korthikanti et al. 2022): hold this rank's
+T/t tokens of x until backward, instead of all T, and gather them once more. All else that is sent
+is as in those files.
 
 When is it hidden? Let N be the outputs of all layers behind one Enter, before the cut. dW takes
 2 B T C N/t operations, and the all-reduce sends 2 B T C e (t-1)/t bytes. At s operations and w
 bytes a second it is hidden if N > (t-1) e s / w: for H100s (400 TFLOP/s, 450 GB/s), t = 8 and 16
-bits 12,500, with --sp half of it. Llama 2 70B has 10,240 in q, k and v, and 57,344 in gate and up.
+bits 12,500, half of it with tokens split. Llama 2 70B has 10,240 in q, k and v, and 57,344 in gate
+and up.
 Leave's messages, and all in forward, are waited for. On GPUs set CUDA_DEVICE_MAX_CONNECTIONS=1, as
 Megatron-LM asks for: else the message may start late. The results are the same.
 
     torchrun --nproc_per_node=4 -m advanced.tensor_overlap
-    python -m advanced.tensor_overlap --sp --gather-again --nproc 2
+    (needs model.py, tensor_parallel.py and sequence_parallel.py)
 
 Shoeybi et al. 2019, arXiv:1909.08053. The order: Megatron-LM's
 LinearWithGradAccumulationAndAsyncCommunication. Korthikanti et al. 2022, arXiv:2205.05198.
 """
+
+import argparse
 
 import torch
 import torch.distributed as dist
@@ -37,6 +41,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable  # refuses a gradient of a gradient
 from torch.overrides import has_torch_function
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sequence_parallel import (
     GatherTokens,
@@ -49,16 +54,20 @@ from sequence_parallel import (
 # --- the plainest form: Enter and one layer
 
 
+class OverlappedLinear(nn.Module):
+    """In place of Enter and one ColumnParallelLinear. Leave no other Enter before it: the gradient
+    of its input would be t times too large, on all ranks alike."""
+
+    def __init__(self, layer, group):
+        super().__init__()
+        self.weight, self.bias, self.group = layer.weight, layer.bias, group
+
+    def forward(self, x):
+        return EnterLinear.apply(x, self.weight, self.bias, self.group)
+
+
 class EnterLinear(torch.autograd.Function):
-    """Enter, then F.linear with a shard of weight and bias: x (B, T, C) -> (B, T, out / t).
-
-    class OverlappedLinear(ColumnParallelLinear):    # put no Enter before it
-        def __init__(self, linear, group):
-            super().__init__(linear, group)
-            self.group = group
-
-        def forward(self, x):
-            return EnterLinear.apply(x, self.weight, self.bias, self.group)"""
+    """Enter, then F.linear with a shard of weight and bias: x (B, T, C) -> (B, T, out / t)."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, group):
@@ -85,8 +94,9 @@ class EnterLinear(torch.autograd.Function):
 
 class EnterAndProject(nn.Module):
     """Boundary(Enter, group) and the ColumnParallelLinears behind it in one: x -> {layer: its
-    output}. Put each of `layers` where its ColumnParallelLinear was: called with that dict, it
-    returns its own output. So a model's forward stays as it is. Nothing else may read the dict.
+    output}, an Outputs. Put each of `layers` where its ColumnParallelLinear was: called with the
+    Outputs, it returns its own. So a model's forward stays as it is, if between Enter and layers it
+    reads no more than the shape. Parameters stay the same tensors, for optimizers and ties.
 
     gather_again: with GatherTokens only. Hold x (B, T/t, C) instead of what was gathered."""
 
@@ -102,12 +112,20 @@ class EnterAndProject(nn.Module):
         # replaces F.linear (zero_bubble.py), Enter itself. Only EnterLinears can gather again
         plain = torch.compiler.is_compiling() or has_torch_function((x,))
         if plain and not self.gather_again:
-            return dict(zip(self.layers, linears(self.enter(x), weights, biases)))
+            return Outputs(zip(self.layers, linears(self.enter(x), weights, biases)))
         if torch.is_autocast_enabled(x.device.type):  # else F.linear casts, after this is sent
             x = x.to(torch.get_autocast_dtype(x.device.type))
         gathers = issubclass(self.enter.function, GatherTokens)
         options = self.enter.group, gathers, self.gather_again
-        return dict(zip(self.layers, EnterLinears.apply(x, *options, *weights, *biases)))
+        return Outputs(zip(self.layers, EnterLinears.apply(x, *options, *weights, *biases)))
+
+
+class Outputs(dict):
+    """{layer: its output (B, T, out / t)}. Passed on as if it were their input."""
+
+    @property
+    def shape(self):  # transformers' attention asks for it, and uses all but the last dimension
+        return next(iter(self.values())).shape
 
 
 class ProjectedLinear(nn.Module):
@@ -212,26 +230,6 @@ def start_reduce_scatter(x, group):
     return finish
 
 
-# --- a model of yours. First cut it, as docs/learn/tensor-parallelism.md shows. Then
-#
-#     again = False  # True: hold x (B, T/t, C). Only with sequence parallelism
-#     pairs = [model.head]  # each is Sequential(Enter, the layer)
-#     for block in model.blocks:
-#         pairs += [block.attn.qkv, block.mlp.up]
-#     for pair in pairs:
-#         enter, layer = pair
-#         pair[0] = EnterAndProject(enter, [layer], again)
-#         pair[1] = pair[0].layers[0]
-#
-# Where gate and up share one Enter, in norm = nn.Sequential(the norm, Boundary(Enter, group)):
-#
-#   norm[1] = EnterAndProject(norm[1], [mlp.gate, mlp.up], again)
-#   mlp.gate, mlp.up = norm[1].layers
-#
-# Parameters stay the same tensors, so optimizers and ties stay valid. Leave no other Enter before
-# them: the gradient of its input would be t times too large, on all ranks alike, so nothing sees it
-# but grad_norm, which must be the same before and after this.
-
 # --- for model.py's GPT ---
 
 
@@ -259,36 +257,76 @@ def overlap(model, gather_again=False):
 
 # --- demo ---
 
-from torch.utils._python_dispatch import TorchDispatchMode
-
-import harness
-import proof
-import receipts.sequence_parallel
-import receipts.tensor_parallel
-import sequence_parallel
-import tensor_parallel
-from receipts.formulas import Group, scatter_operation, sizes_of
+if __name__ == "__main__":  # importing this file needs no model.py
+    from model import GPT, Config, OneProcess, Sent, join_ranks, leave, text_batch
+    from sequence_parallel import parallelize_sequence, reduce_partial
+    from tensor_parallel import grad_norm, parallelize_tensors, unshard
 
 
 def main():
-    parser = harness.parser(__doc__)
-    parser.add_argument("--sp", action="store_true", help="sequence parallelism")
-    why = "with --sp: hold 1/t of the layers' inputs, and send a quarter more"
-    parser.add_argument("--gather-again", action="store_true", help=why)
+    parser = argparse.ArgumentParser(description="train a GPT in each form, and prove it")
+    parser.add_argument("--steps", type=int, default=2)
     args = parser.parse_args()
-    if args.gather_again and not args.sp:
-        parser.error("--gather-again needs --sp: without it nothing is gathered")
-    config = harness.configure(args)
-    harness.check_batch(args, 1)
+    device, t = join_ranks(), dist.get_world_size()
+    sizes = dict(layers=2, heads=2 * t, width=8 * t, context=8 * t)
+    gpt2 = Config(**sizes)
+    llama = Config(**sizes, positions="rope", norm="rmsnorm", mlp="swiglu", bias=False, tied=False)
+    train("plain form", gpt2, args.steps, device)
+    train("tensor parallelism", llama, args.steps, device)
+    train("tokens split", llama, args.steps, device)
+    train("gather_again", gpt2, args.steps, device)
+    leave()
 
-    def check(world):
-        tensor_parallel.check_heads(config, world)
-        if args.sp and config.context % world:
-            longer = -(-config.context // world) * world
-            why = f"--context {config.context} does not divide over {world} ranks"
-            raise harness.Refused(f"{why}: use --context {longer}")
 
-    proof.launch(demo, args, check=check)
+def overlap_plainly(model, group):
+    """Of a GPT-2, in which one layer stands behind each Enter."""
+    pairs = [(block.attn, "qkv") for block in model.blocks.values()]
+    pairs += [(block.mlp, "up") for block in model.blocks.values()]
+    for part, name in [*pairs, (model.head, "out")]:
+        part.enter = nn.Identity()
+        setattr(part, name, OverlappedLinear(getattr(part, name), group))
+
+
+def train(form, config, steps, device):
+    group, t = dist.group.WORLD, dist.get_world_size()
+    split, again = form in ("tokens split", "gather_again"), form == "gather_again"
+    torch.manual_seed(0)  # equal weights on all ranks
+    model = GPT(config).to(device, torch.float64)
+    one = OneProcess(model, torch.optim.AdamW)
+    (parallelize_sequence if split else parallelize_tensors)(model, group)
+    if form == "plain form":
+        overlap_plainly(model, group)
+    else:
+        overlap(model, again)
+    named = list(zip(model.named_parameters(), one.model.parameters()))
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters)
+    for step in range(steps):
+        tokens, targets, count = text_batch(step, 5, config.context, device)
+        optimizer.zero_grad()
+        with Sent() as sent:
+            loss = model(tokens, targets=targets, target_count=count)
+            with Order() as order:
+                loss.backward()
+            if split:
+                reduce_partial(parameters)
+        norm = grad_norm(parameters, group)
+        torch.nn.utils.clip_grads_with_norm_(parameters, 0.5, norm)
+        optimizer.step()
+        if step == 0:
+            order.check(form, again)
+        alone = one.train_step(tokens, targets, count, 0.5)
+        gradients = [(name, unshard(p.grad, q.shape, group), q.grad) for (name, p), q in named]
+        weights = [(name, unshard(p.data, q.shape, group), q.data) for (name, p), q in named]
+        one.compare(step, loss.detach(), alone, gradients, weights)
+    r, layers, e = (t - 1) / t, config.layers, 8
+    of_whole = 2 * r * sum(q.nbytes for (_, p), q in named if p.shape == q.shape)
+    text, each = "2 r B T e ((4 L + 2) C + 3)", 2 * ((4 * layers + 2) * config.width + 3)
+    if split:
+        text = "r B T e ((8 L + 4) C + 6) + 2 r P e"
+    if again:
+        text, each = "r B T e ((10 L + 5) C + 6) + 2 r P e", each + (2 * layers + 1) * config.width
+    one.prove(sent, text, r * tokens.numel() * e * each + (of_whole if split else 0))
 
 
 class Order(TorchDispatchMode):
@@ -296,61 +334,26 @@ class Order(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.names = []
+        self.began = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        namespace, name = function._schema.name.split("::")
-        if namespace == "c10d" or name in ("mm", "addmm"):
-            self.names.append(name.strip("_"))
+        if function.namespace == "c10d" or function.name().startswith(("aten::mm", "aten::addmm")):
+            self.began.append("message" if function.namespace == "c10d" else "matmul")
         return function(*args, **(kwargs or {}))
 
-
-def show_order(run, model):
-    """Print how backward begins: with the head, the last layer."""
-    tokens, targets, samples = next(iter(run.microbatches(0)))
-    loss = model(tokens, targets=targets, target_count=run.target_count, sample_ids=samples)
-    with Order() as order:
-        torch.autograd.grad(loss, list(model.parameters()))
-    began = order.names[: 4 if run.args.gather_again else 3]
-    plain = "sequence_parallel.py" if run.args.sp else "tensor_parallel.py"
-    run.print(f"backward of the head starts {', '.join(began)} ({plain}: mm, mm, the message)")
-
-
-def demo(run):
-    args, group = run.args, dist.group.WORLD
-    run.groups(tp=group)
-    parallelize = tensor_parallel.parallelize_tensors
-    if args.sp:
-        parallelize = sequence_parallel.parallelize_sequence
-    model = parallelize(run.meta_model(), group)
-    model = run.fill(overlap(model, args.gather_again))
-    parameters = list(model.parameters())
-    optimizer = harness.make_optimizer(parameters, args)
-    show_order(run, model)
-    for step in run.steps(optimizer):
-        optimizer.zero_grad(set_to_none=False)  # gradients stay in memory: the receipt counts them
-        loss = run.zero()
-        for tokens, targets, samples in run.microbatches(step):  # the whole batch, on every rank
-            part = model(tokens, targets=targets, target_count=run.target_count, sample_ids=samples)
-            part.backward()
-            loss += part.detach()  # the same on every rank
-        if args.sp:
-            sequence_parallel.reduce_partial(parameters)
-        norm = tensor_parallel.grad_norm(parameters, group)
-        run.check(loss, norm, model.named)
-        harness.clip(parameters, norm, args.grad_clip)
-        optimizer.step()
-        run.log()
-
-    ranks, layout = Group("tp", run.world), {"tp": run.world}
-    if not args.sp:
-        sent, held = receipts.tensor_parallel.expected(sizes_of(args, run.config, **layout), ranks)
-        return run.receipt(layout, sent, held)
-    sizes = sizes_of(args, run.config, sp=True, gather_again=args.gather_again, **layout)
-    scatter = scatter_operation(group)
-    sent, held = receipts.sequence_parallel.expected(sizes, ranks, scatter)
-    return run.receipt(layout | {"sp": run.world}, sent, held)
+    def check(self, form, again):
+        """Backward begins with the head: dx, its message, then dW. Without overlap dW comes first,
+        or the gather."""
+        expected = ["message"] * again + ["matmul", "message", "matmul"]
+        began = self.began[: len(expected)]
+        if dist.get_rank() == 0:
+            wrong = "" if began == expected else ": NOT proven, the order differs"
+            print(
+                f"{form}, {dist.get_world_size()} ranks: backward begins {', '.join(began)}{wrong}"
+            )
+        if began != expected:
+            leave(1)
 
 
 if __name__ == "__main__":
-    harness.script(main)
+    main()

@@ -42,9 +42,7 @@ MODELS += ["--preset llama3-8b --layers 4 --batch 2 --compile"]
 STEPS, WARM_UP, TURNS = 30, 10, 2  # steps, of these not counted, turns of each rival
 PROFILED = 3  # steps of a run that train.py --profile-to traces
 
-NAMES = "tensor_overlap"
-TECHNIQUES = [f"{name}.py" for name in NAMES.split()]
-TECHNIQUES += ["diloco.py --stream 2 --stream-delay 1 --outer-bits 4"]
+TECHNIQUES = ["diloco.py --stream 2 --stream-delay 1 --outer-bits 4"]
 DOCUMENTS = "--cp 2 --documents e"
 V = "--pp 4 --layers 8 --microbatches 8 --schedule zb-v"
 DUALPIPE = "--dp 2 --pp 2 --ep 2 --experts 4 --microbatches 8 --schedule dualpipev"

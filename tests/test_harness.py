@@ -118,7 +118,6 @@ train --dp 1000000 --batch 2000000 -> 1,000,000 ranks are too many for one machi
 train --dry-run --gpu x=0GB,0TFLOP/s,0TB/s -> not known
 train --documents <|endoftext|> --cp 2 --cp-kind gather -> each rank uses other keys: use ring
 train --plan --gpus 7 --batch 8 -> no layout of 7 devices suits --batch 8
-tensor_overlap --sp --experts 2 --context 3 --nproc 2 -> use --context 4
 train --data= -> --data is empty
 train --json folder -> --json folder can't be written
 train --json pipe -> --json pipe can't be written

@@ -34,6 +34,7 @@ LESSONS = {
     "zero": ("model", (2, 3, 4)),
     "zero_bubble": ("model pipeline", (2, 3)),
     "fsdp": ("model zero", (2, 3, 4)),
+    "tensor_overlap": ("model tensor_parallel sequence_parallel", (2, 3)),
     "tensor_parallel": ("model", (1, 3, 4)),
     "sequence_parallel": ("model tensor_parallel", (1, 3, 4)),
     "muon": ("model", (2, 3)),

@@ -6,7 +6,6 @@ from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from reference import CONFIGS, batch, cuts_of, piece, train_rank
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,29 +24,6 @@ def build(config, group, parallelize=tp.parallelize_tensors):
         model = gpt.GPT(config)
     model = parallelize(model, group)
     return initialize.fill(model, 7, dtype=torch.float64, take=harness.take)
-
-
-def overlapped(x, up, down, group):
-    hidden = F.gelu(tensor_overlap.EnterLinear.apply(x, up, None, group))
-    return tp.Leave.apply(F.linear(hidden, down), group)
-
-
-def test_the_plain_overlap_equals_one_process(ranks):
-    def work(rank):
-        torch.manual_seed(0)
-        x, up, down = (torch.randn(*shape).double() for shape in ((2, 3), (6, 3), (3, 6)))
-        results = []
-        for n, i, group in ((3, rank, None), (1, 0, dist.new_subgroups(1)[0])):
-            pieces = x, up.tensor_split(n)[i], down.tensor_split(n, 1)[i]
-            leaves = [piece.clone().requires_grad_() for piece in pieces]
-            y = overlapped(*leaves, group)
-            y.square().sum().backward()
-            results.append([y.detach(), *(leaf.grad for leaf in leaves)])
-        ours, (y, dx, dup, ddown) = results
-        expected = [y, dx, dup.tensor_split(3)[rank], ddown.tensor_split(3, 1)[rank]]
-        torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-12)
-
-    ranks(3, work)
 
 
 def test_a_rank_with_nothing_but_padding(ranks):
@@ -190,3 +166,25 @@ def test_backward_hides_the_messages_of_enter(ranks, monkeypatch):
     ways += [(sequence_parallel.parallelize_sequence, again) for again in (False, True)]
     results = ranks(2, lambda rank: [work(rank, *way) for way in ways])
     assert results == 2 * [[(5, 5), (0, 5), (5, 10), (10, 15)]]
+
+
+def test_attention_of_transformers_reads_the_shape_alone(ranks):
+    """It gets what EnterAndProject returns in the place of a tensor, and does not know."""
+    from transformers.models.llama import modeling_llama as llama
+
+    def work(rank):
+        torch.manual_seed(0)
+        config = llama.LlamaConfig(hidden_size=8, num_attention_heads=2, num_key_value_heads=1)
+        config._attn_implementation = "sdpa"
+        attention, x = llama.LlamaAttention(config, 0).double(), torch.randn(2, 3, 8).double()
+        angles = torch.ones(1, 3, 4).double(), torch.zeros(1, 3, 4).double()
+        expected = attention(x, position_embeddings=angles)[0]
+        names = "q_proj", "k_proj", "v_proj"
+        layers = [tp.ColumnParallelLinear(getattr(attention, name), None) for name in names]
+        enter = tensor_overlap.EnterAndProject(tp.Boundary(tp.Enter, None), layers)
+        for name, layer in zip(names, enter.layers):
+            setattr(attention, name, layer)
+        y = attention(enter(x), position_embeddings=angles)[0]
+        torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+
+    ranks(1, work)
