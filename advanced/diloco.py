@@ -3,53 +3,45 @@
     island 0   step step ... step --+                    +-- step step ... step --+
     island 1   step step ... step --+-- mean movement, --+-- step step ... step --+--
     island 2   step step ... step --+   one outer step   +-- step step ... step --+
-                H steps (--sync-every), nothing sent           all start equal
+                H steps, nothing sent                          all start equal
 
 Each island trains on its own data with its own optimizer, such as AdamW. After H steps it computes
 its outer gradient, old weights - new weights. The islands average these, and an outer optimizer,
 SGD with Nesterov momentum, subtracts the mean: one step from the old weights towards the new ones.
 This is not ddp.py's loss curve. The demo compares with one process that plays all islands.
 
-Sent      Every H steps an outer gradient of P elements. `outer_step` all-reduces it: 1/H of what
-          ddp.py sends in float32. The class DiLoCo all-gathers it. So each number is rounded once,
-          and all islands get the same bits. N islands send (N-1) P b / 8 bytes with b bits an
-          element: less than the all-reduce with 8 bits below 8 islands, 4 bits below 16. Options:
-
-          --stream K        K parts of the model take turns: the largest message is about 1/K as
-                            large, or one embedding
-          --stream-delay D  D more inner steps hide a message. The island then goes on from the mean
-                            of the outer weights and its own
-          --outer-bits B    16: bfloat16; 8, 4: integers, with a scale per block of 128. What
-                            rounding leaves out is added to the next message (error feedback)
-Limits    An island also holds old weights, outer momentum, rounding error, N messages. Buffers and
-          inner optimizers' states are not averaged. For fast links take ddp.py. More, such as
+Sent      Every H steps an outer gradient of P elements of e bytes. `outer_step` all-reduces it: 1/H
+          of what ddp.py sends. The class DiLoCo all-gathers it, (N-1) (P e + 16) bytes: so all of
+          N islands add the same numbers in the same order, and get the same bits. It can also
+          stream: K parts of the model take turns, and each message is about 1/K as large. Or
+          delay: D more inner steps hide a message. The island then goes on from the mean of the
+          outer weights and its own.
+Limits    An island also holds old weights, outer momentum, and N messages. Buffers and inner
+          optimizers' states are not averaged. For fast links take ddp.py. More, such as
           what it costs in loss: docs/learn/diloco.md.
 
-    torchrun --nproc_per_node=4 -m advanced.diloco
-    python -m advanced.diloco --sync-every 3 --outer-bits 4
+    torchrun --nproc_per_node=4 -m advanced.diloco         (needs model.py, to train)
 
 Douillard et al. 2023, DiLoCo, arXiv:2311.08105; 2025, Streaming DiLoCo, arXiv:2501.18512.
 Karimireddy et al. 2019, Error feedback, arXiv:1901.09847.
 """
 
+import argparse
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+
+# torch 2.13 renamed it; older versions know only the second name
+all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 # --- the plainest form: after H inner steps, one outer step
 
 
 def outer_step(parameters, old, outer, group):
-    """Average how far the islands of `group` have moved, and take one step of the outer optimizer.
-
-        old = [p.detach().clone() for p in model.parameters()]   # equal on all islands
-        outer = torch.optim.SGD(old, lr=0.7, momentum=0.9, nesterov=True)
-        for step, (x, y) in enumerate(batches, 1):               # this island's data
-            optimizer.zero_grad()
-            cross_entropy(model(x), y).backward()
-            optimizer.step()
-            if step % every == 0:                                # every = H
-                outer_step(model.parameters(), old, outer, group)
+    """Average how far the islands of `group` have moved, and take one step of the outer optimizer,
+    such as torch.optim.SGD(old, lr=0.7, momentum=0.9, nesterov=True): after every H steps. old:
+    copies of the parameters after the last outer step, equal on all islands.
 
     Not checked: that the islands start equal (DiLoCo checks it), and count their steps alike. If
     `every` does not divide the number of steps, the islands end different. (All in p's dtype: for
@@ -68,39 +60,33 @@ def outer_step(parameters, old, outer, group):
 
 
 class DiLoCo:
-    """Averages the islands' weights every `every` steps.
-
-        diloco = DiLoCo(model, group, every=50)      # before the loop
-        for x, y in batches:                         # this island's data, as many on all islands
-            optimizer.zero_grad()
-            cross_entropy(model(x), y).backward()
-            optimizer.step()
-            diloco.step()                            # after each step of the optimizer
-        diloco.finish()                              # at the end: all islands are equal
+    """Averages the islands' weights every `every` steps. Call step() after each step of the inner
+    optimizer, equally often on all islands; at the end finish(): all islands are equal.
 
     model   a module, or parameters. All islands start with equal weights
     group   one rank of each island: those that hold the same parameters
     parts   into how many parts the model is cut, which are sent in turn
     delay   inner steps between sending and averaging, which hide the message
-    bits    of an element in a message: None (those of `old`, 32 at least), 16, 8 or 4
+    codec   for messages of fewer bits: encode(flat tensor) -> bytes, decode(bytes, like) -> the
+            flat tensor in float64. What it leaves out is added to the next message
 
     Call diloco.step() even after an optimizer.step() that was skipped. A checkpoint needs `steps`,
     and of each part old, outer, rounding_error and sent_at; a message on its way is lost. An island
     may be trained by any other technique: docs/use/two-techniques.md."""
 
     def __init__(
-        self, model, group, every, outer_lr=0.7, outer_momentum=0.9, parts=1, delay=0, bits=None
+        self, model, group, every, outer_lr=0.7, outer_momentum=0.9, parts=1, delay=0, codec=None
     ):
         parameters = model.parameters() if isinstance(model, nn.Module) else model
         self.parameters = [p for p in parameters if p.requires_grad]
-        self.group, self.every, self.delay, self.bits = group, every, delay, bits
+        self.group, self.every, self.delay, self.codec = group, every, delay, codec
         self.steps = 0
         check_diloco_arguments(self, parts)
         self.parts = []
         lists = consecutive(self.parameters, parts)
         for i, members in enumerate(lists):
             offset = i * every // len(lists)
-            self.parts.append(Part(members, offset, outer_lr, outer_momentum, bits))
+            self.parts.append(Part(members, offset, outer_lr, outer_momentum, codec))
 
     @torch.no_grad()
     def step(self):
@@ -145,12 +131,12 @@ class DiLoCo:
     def exchange(self, message):
         """Send a message, bytes, to all islands. Returns a function that waits for all messages
         and returns them, in one order on all islands. A subclass may send by other means."""
-        received = [torch.empty_like(message) for _ in range(dist.get_world_size(self.group))]
-        work = dist.all_gather(received, message, group=self.group, async_op=True)
+        received = message.new_empty(dist.get_world_size(self.group) * len(message))
+        work = all_gather_into_tensor(received, message, group=self.group, async_op=True)
 
         def receive():
             work.wait()
-            return received
+            return received.split(len(message))
 
         return receive
 
@@ -158,12 +144,12 @@ class DiLoCo:
 class Part:
     """Consecutive parameters that are sent together, at the steps s with s % every == offset."""
 
-    def __init__(self, parameters, offset, lr, momentum, bits):
-        self.parameters, self.offset, self.bits = parameters, offset, bits
+    def __init__(self, parameters, offset, lr, momentum, codec=None):
+        self.parameters, self.offset, self.codec = parameters, offset, codec
         self.old = flat_copy(parameters)  # after the last outer step: equal on all islands
         pieces = self.old.split([p.numel() for p in parameters])
         self.pairs = [(p, piece.view_as(p)) for p, piece in zip(parameters, pieces)]
-        self.rounding_error = torch.zeros_like(self.old) if bits else None
+        self.rounding_error = torch.zeros_like(self.old) if codec else None
         self.outer = torch.optim.SGD([self.old], lr, momentum, nesterov=momentum > 0)
         self.sent_at = 0  # the step of the last message
         self.in_flight = None  # or a function that waits for all islands' messages
@@ -174,18 +160,19 @@ class Part:
         # (After a delay it started halfway: its own half counts as movement)
         moved = [(old.to(p.dtype) - p.to(old.dtype)).flatten() for p, old in self.pairs]
         outer_gradient = torch.cat(moved)
-        if self.bits is None:
-            return encode(outer_gradient, None)
+        if self.codec is None:
+            return outer_gradient.view(torch.uint8)
         outer_gradient += self.rounding_error  # error feedback: what the last message left out
-        message = encode(outer_gradient, self.bits)
-        self.rounding_error = outer_gradient - decode(message, self.bits, self.old).to(self.old)
+        message = self.codec.encode(outer_gradient)
+        self.rounding_error = outer_gradient - self.codec.decode(message, self.old).to(self.old)
         return message
 
     def outer_step(self, messages):
         # In float64 and in one order: all islands get the same bits
         total = torch.zeros_like(self.old, dtype=torch.float64)
         for message in messages:
-            total += decode(message, self.bits, self.old)
+            plain = self.codec is None
+            total += message.view(self.old.dtype) if plain else self.codec.decode(message, self.old)
         self.old.grad = (total / len(messages)).to(self.old)
         self.outer.step()
         self.old.grad = None
@@ -213,44 +200,6 @@ def consecutive(parameters, parts):
     return [members for members in lists if members]
 
 
-# --- messages: bytes, of fewer bits
-
-BLOCK = 128  # elements that share a scale
-
-
-def encode(x, bits):
-    """The flat tensor x as bytes: as it is (bits None), in bfloat16 (16), or in integers of 8 or 4
-    bits, and in front of them a float32 scale per block: its largest element / 127 or 7."""
-    if bits is None:
-        return x.view(torch.uint8)
-    if bits == 16:
-        return x.bfloat16().view(torch.uint8)
-    largest = 2 ** (bits - 1) - 1  # 127 or 7
-    blocks = nn.functional.pad(x, (0, -len(x) % BLOCK)).view(-1, BLOCK)
-    scales = (blocks.abs().amax(1, keepdim=True) / largest).float()
-    divisors = torch.where(scales == 0, 1, scales)  # no 0 / 0. A NaN survives in the scale
-    integers = (blocks / divisors).round().clamp(-largest, largest).to(torch.int8).flatten()
-    if bits == 4:  # two in a byte, -7..7 as 1..15
-        low, high = (integers + 8).to(torch.uint8).view(-1, 2).unbind(1)
-        integers = low + 16 * high
-    return torch.cat([scales.flatten().view(torch.uint8), integers.view(torch.uint8)])
-
-
-def decode(message, bits, like):
-    """The elements of a message in float64. like: any tensor like the one that encode was given."""
-    if bits is None:
-        return message.view(like.dtype).double()
-    if bits == 16:
-        return message.view(torch.bfloat16).double()
-    blocks = (len(like) + BLOCK - 1) // BLOCK
-    scales, integers = message.tensor_split([4 * blocks])
-    if bits == 4:
-        integers = torch.stack([integers % 16, integers // 16], 1).to(torch.int8) - 8
-    integers = integers.view(torch.int8).view(-1, BLOCK)
-    scales = scales.view(torch.float32).unsqueeze(1)
-    return (integers.double() * scales).flatten()[: len(like)]
-
-
 # --- mistakes that would be silent: refused
 
 HEADER = 16  # bytes in front of a message
@@ -276,55 +225,119 @@ def check_diloco_arguments(diloco, parts):
     if any(hasattr(p, "stepped_on_in_pieces") for p in diloco.parameters):  # set by zero.py
         give = "give [p for g in zero.param_groups for p in g['params']], then update_weights()"
         raise ValueError(f"ZeRO's optimizer steps on pieces of these parameters: {give}")
-    if diloco.bits not in (None, 16, 8, 4):
-        raise ValueError(f"bits={diloco.bits!r}: choose None, 16, 8 or 4")
     if not (0 <= diloco.delay < diloco.every and 1 <= parts <= diloco.every):
         raise ValueError(f"with every={diloco.every}: 0 <= delay < every, 1 <= parts <= every")
 
 
 # --- demo ---
 
-import harness
-import proof
-import receipts.diloco as receipt
+if __name__ == "__main__":  # importing this file needs no model.py
+    from model import GPT, IGNORE, Config, OneProcess, Sent, join_ranks, leave, text_batch
 
 
 def main():
-    parser = harness.parser(__doc__, steps=20)
-    receipt.add_flags(parser.add_argument_group("islands"), every=5)  # --sync-every and those above
-    args = receipt.settle(parser.parse_args(), every=5)
-    harness.configure(args)
-    proof.launch(demo, args, check=lambda world: harness.check_batch(args, world))
+    parser = argparse.ArgumentParser(description="train islands in each form, and prove it")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--every", type=int, default=4, metavar="H", help="inner steps")
+    args = parser.parse_args()
+    device = join_ranks()
+    train("outer_step", 1, 0, args, device)
+    train("DiLoCo", 1, 0, args, device)
+    train("streaming", 3, 0, args, device)
+    train("streaming and delay", 2, 2, args, device)
+    leave()
 
 
-def demo(run):
-    args, group = run.args, dist.group.WORLD
-    run.groups(islands=group)
-    island, _ = dist.new_subgroups(1)  # this rank alone
-    model = run.fill(run.meta_model())  # the same seed everywhere: the islands start equal
+def train(form, parts, delay, args, device):
+    group, island, n = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)  # the islands start equal
+    model = GPT(Config(layers=2, width=32, context=32)).to(device, torch.float64)
+    ones = [OneProcess(model, torch.optim.AdamW) for _ in range(n)]  # all islands, on each rank
     parameters = list(model.parameters())
-    optimizer = harness.make_optimizer(parameters, args)
-    diloco = DiLoCo(model, group, args.sync_every, **receipt.options(args))
-    reference = receipt.Reference(run, model, diloco)  # one process that simulates all islands
-    for step in run.steps(optimizer, reference=reference):
+    optimizer, sent = torch.optim.AdamW(parameters), Sent()
+    diloco = DiLoCo(model, group, args.every, parts=parts, delay=delay)
+    offsets = {p: part.offset for part in diloco.parts for p in part.parameters}
+    played = [Played(q, offsets[p], args.every, delay) for p, q in zip(parameters, zip_all(ones))]
+    old = [p.detach().clone() for p in parameters]
+    outer = torch.optim.SGD(old, lr=0.7, momentum=0.9, nesterov=True)
+    if island == 0:
+        print(f"{form}, {n} islands: {len(diloco.parts)} parts, delay {delay}")
+    for step in range(1, args.steps + 1):
+        tokens, targets, _ = text_batch(step, 3 * n, 32, device)
+        rows = torch.arange(3 * n).view(n, 3)  # of each island
+        counts = [(targets[of_island] != IGNORE).sum() for of_island in rows]
         optimizer.zero_grad()
-        loss = run.zero()
-        count = run.target_count // run.world  # an island's loss is the mean over its own tokens
-        for tokens, targets, samples in run.microbatches(step, run.rank, run.world):
-            micro_loss = model(tokens, targets=targets, target_count=count, sample_ids=samples)
-            micro_loss.backward()
-            loss += micro_loss.detach()
-        # Loss, norm and clipping are this island's own
-        norm = harness.grad_norm(parameters)
-        run.check(loss, norm, model.named, island)
-        harness.clip(parameters, norm, args.grad_clip)
+        mine = rows[island]
+        loss = model(tokens[mine], targets=targets[mine], target_count=counts[island])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 0.5)  # by the island's own norm
         optimizer.step()
-        with reference.ledger:  # counts the bytes of all steps: most of them send nothing
-            diloco.step()
-        run.log()
-    diloco.finish()
-    return run.receipt(*receipt.of_demo(run, diloco, reference))
+        last = step == args.steps
+        with sent:  # in all steps: most of them send nothing
+            if form != "outer_step":
+                diloco.step()
+            elif step % args.every == 0 or last:
+                outer_step(parameters, old, outer, group)
+            if form != "outer_step" and last:
+                diloco.finish()
+        losses = []
+        for one, of_island, count in zip(ones, rows, counts):
+            losses.append(one.train_step(tokens[of_island], targets[of_island], count, 0.5))
+        for p in played:
+            p.after_step(step, last)
+        pairs = list(zip(model.named_parameters(), ones[island].model.parameters()))
+        gradients = [(name, p.grad, q.grad) for (name, p), q in pairs]
+        weights = [(name, p.data, q.data) for (name, p), q in pairs]
+        ones[island].compare(step - 1, loss.detach(), losses[island], gradients, weights)
+    size = sum(p.sends * p.old.nbytes for p in played)
+    if form == "outer_step":
+        formula = "2 r P e, every H steps", 2 * (n - 1) / n * size
+    else:
+        heads = sum(
+            next(p for p in played if p.offset == part.offset).sends for part in diloco.parts
+        )
+        formula = "(N-1) (P e + 16), every H steps", (n - 1) * (size + 16 * heads)
+    ones[island].prove(sent, *formula)
+
+
+def zip_all(ones):
+    """One parameter of all islands after the other."""
+    return zip(*(one.model.parameters() for one in ones))
+
+
+class Played:
+    """A parameter of all islands on one process, by the papers: Streaming DiLoCo, algorithm 2."""
+
+    def __init__(self, islands, offset, every, delay):
+        self.islands, self.offset, self.every, self.delay = islands, offset, every, delay
+        self.old = islands[0].detach().clone()
+        self.momentum = torch.zeros_like(self.old)
+        self.messages, self.sent_at, self.sends = None, 0, 0
+
+    @torch.no_grad()
+    def after_step(self, step, last):
+        if step % self.every == self.offset:
+            self.send(step)
+        if self.messages and (last or step == self.sent_at + self.delay):
+            self.average(keep=0.5 if self.delay else 0)
+        if last and step > self.sent_at:
+            self.send(step)
+            self.average(keep=0)
+        for p in self.islands if last else ():
+            p.copy_(self.old)
+
+    def send(self, step):
+        self.messages = [self.old - p for p in self.islands]
+        self.sent_at, self.sends = step, self.sends + 1
+
+    def average(self, keep):
+        mean = sum(self.messages) / len(self.messages)
+        self.momentum = 0.9 * self.momentum + mean
+        self.old = self.old - 0.7 * (mean + 0.9 * self.momentum)  # Nesterov
+        for p in self.islands:
+            p.copy_(keep * p + (1 - keep) * self.old)
+        self.messages = None
 
 
 if __name__ == "__main__":
-    harness.script(main)
+    main()

@@ -42,12 +42,11 @@ MODELS += ["--preset llama3-8b --layers 4 --batch 2 --compile"]
 STEPS, WARM_UP, TURNS = 30, 10, 2  # steps, of these not counted, turns of each rival
 PROFILED = 3  # steps of a run that train.py --profile-to traces
 
-TECHNIQUES = ["diloco.py --stream 2 --stream-delay 1 --outer-bits 4"]
-DOCUMENTS = "--cp 2 --documents e"
+DOCUMENTS, ISLANDS = "--cp 2 --documents e", "--islands 2 --stream 2 --outer-bits 4"
 V = "--pp 4 --layers 8 --microbatches 8 --schedule zb-v"
 DUALPIPE = "--dp 2 --pp 2 --ep 2 --experts 4 --microbatches 8 --schedule dualpipev"
 LAYOUTS = {  # ranks: flags of train.py
-    2: ["--dp 2 --zero 3", "--tp 2 --sp", "--pp 2", "--cp 2 --recompute block", DOCUMENTS],
+    2: ["--dp 2 --zero 3", "--tp 2 --sp", "--pp 2", "--cp 2 --recompute block", DOCUMENTS, ISLANDS],
     4: ["--tp 2 --sp --pp 2 --schedule zb-h1", "--dp 2 --cp 2 --ep 4 --experts 4", V, DUALPIPE],
     8: ["--dp 2 --tp 2 --pp 2 --zero 1", "--dp 8 --zero 3 --zero-ranks 2 --offload"],
 }
@@ -58,7 +57,7 @@ LAYOUTS = {  # ranks: flags of train.py
 
 def proof_cases(device, gpus):
     ranks, backend = (ranks_of(gpus), "nccl") if gpus > 1 else (4, "gloo")
-    commands = [f"{technique} --nproc {ranks}" for technique in TECHNIQUES]
+    commands = []
     for needed, layouts in LAYOUTS.items():
         if needed <= ranks:
             commands += [f"train.py {flags}" for flags in layouts]

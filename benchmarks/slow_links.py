@@ -1,9 +1,9 @@
 """What islands are worth on slow links, and what they cost: python -m benchmarks.slow_links
 
-    --links     tokens/s of diloco.py beside ddp.py, on two hosts: network namespaces, whose link
-                `tc tbf` limits (root; iproute2). The link's own counter counts the bytes
+    --links     tokens/s of islands beside data parallelism, on two hosts: network namespaces, whose
+                link `tc tbf` limits (root; iproute2). The link's own counter counts the bytes
     --price     the validation loss after the same tokens, for ddp.py and for islands, all played by
-                one process (receipts/diloco.py: diloco.py's receipt shows that it is the same)
+                one process (receipts/diloco.py: train.py's receipt shows that it is the same)
 
 Without either it does both. --plot NAME draws the price.
 """
@@ -111,13 +111,13 @@ def run_on(hosts, words, port):
         raise harness.Refused(f"{words} did not end well: see above", code=1)
 
 
-def measure(hosts, script, flags, steps, port):
+def measure(hosts, flags, steps, port):
     """(tokens/s of both hosts together, bytes that the first sent, the receipt's formula for them)
     of a run with one rank on each host."""
     before = transmitted(hosts[0])
     with tempfile.TemporaryDirectory() as folder:
         receipt = os.path.join(folder, "receipt.json")
-        run_on(hosts, f"{script} {MODEL} {flags} --steps {steps} --json {receipt}", port)
+        run_on(hosts, f"train.py --sample 0 {MODEL} {flags} --steps {steps} --json {receipt}", port)
         with open(receipt) as file:
             result = json.load(file)
     rates = [row["tokens_per_s"] for row in result["steps"]][1:]  # the first step is a warm-up
@@ -147,13 +147,13 @@ def links(args):
     for megabits in args.rates:
         base = None
         for number, name in enumerate(RIVALS):
-            script, flags, steps = "-m advanced.diloco", SETTINGS[name], args.steps or 100
+            flags, steps = f"--islands 2 {SETTINGS[name]}", args.steps or 100
             if name == "ddp":
-                script, flags, steps = "train.py", "--dp 2 --sample 0", max(3, steps // 20)
+                flags, steps = "--dp 2", max(3, steps // 20)
             with two_hosts(megabits) as hosts:
-                rate, sent, formula = measure(hosts, script, flags, steps, 29600 + number)
+                rate, sent, formula = measure(hosts, flags, steps, 29600 + number)
             if name != "ddp":
-                formula = sent_by_islands(flags, steps)
+                formula = sent_by_islands(SETTINGS[name], steps)
             base = base or rate
             cells = [f"{rate:,.0f}", f"{rate / base:.1f}", f"{sent:,}", f"{formula:,.0f}"]
             cells.append(f"{sent / formula - 1:+.1%}")

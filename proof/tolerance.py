@@ -7,7 +7,7 @@ TOLERANCE = {
     "float32": {"loss": 1e-5, "grad_norm": 1e-4, "grad": 3e-4, "param": 1e-3},
     "bfloat16": {"loss": 2e-2, "grad_norm": 0.2, "grad": 0.1, "param": 0.1},
     # Islands whose messages have few bits (diloco.py): rounding may push a number to the next step
-    # of its grid. 17 to 244 times what `python diloco.py --outer-bits 4` had after 10 steps
+    # of its grid. 17 to 244 times what islands with `--outer-bits 4` had after 10 steps
     "float32, few bits": {"loss": 1e-4, "grad_norm": 1e-3, "grad": 1e-2, "param": 0.1},
 }
 # A difference is relative to the largest element of its tensor, or to FLOOR x the largest element

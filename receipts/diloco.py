@@ -1,16 +1,15 @@
 """Islands that train alone and speak rarely: their flags, one process that plays all of them, and
-what the receipt of diloco.py's demo is held against.
+what train.py's receipt is held against.
 
 The player shares no line with diloco.py: it is written down again, from the papers.
 """
 
 import torch
-import torch.distributed as dist
 
 from harness.flags import NATURAL, POSITIVE, real
 from harness.presets import ceil
 from harness.refusal import Refused
-from proof.ledger import Ledger, human, storage_bytes
+from proof.ledger import storage_bytes
 from proof.one_process import OneProcess, Trainee
 from receipts import formulas
 
@@ -21,7 +20,7 @@ DEFAULTS = {"outer_lr": 0.7, "outer_momentum": 0.9, "stream": 1, "stream_delay":
 
 
 def add_flags(g, every):
-    """Add what diloco.py and train.py share to a group. Flags that are not given are None: see
+    """Add flags to a group. Flags that are not given are None: see
     `settle`. every: the default of --sync-every, in words."""
     why = f"steps that an island takes alone, between two averages (default: {every})"
     g.add_argument("--sync-every", **POSITIVE, help=why)
@@ -48,13 +47,12 @@ def settle(args, every):
 
 
 def options(args):
-    """The flags as DiLoCo's options."""
+    """The flags as DiLoCo's options, but the codec."""
     return {
         "outer_lr": args.outer_lr,
         "outer_momentum": args.outer_momentum,
         "parts": args.stream,
         "delay": args.stream_delay,
-        "bits": args.outer_bits,
     }
 
 
@@ -243,36 +241,3 @@ def outer_rows(args, diloco, islands, ledger, steps, finished=False):
     for kind, row in held.items():
         held[kind] = *row, storage_bytes(t for t in tensors[kind] if t is not None)
     return rows, held
-
-
-# --- the demo's bookkeeping
-
-
-class Reference(Player):
-    """The player of a demo with an island on each rank. Its ledger counts every step."""
-
-    def __init__(self, run, model, diloco):
-        n, names = run.world, {p: name for name, p in model.named()}
-        self.ledger = Ledger({"islands": dist.group.WORLD})
-        super().__init__(
-            run,
-            island=run.rank,
-            islands=n,
-            rows_of=lambda island, step: run.microbatches(step, island, n, pieces=1),
-            target_count=run.target_count // n,
-            parts=[[names[p] for p in part.parameters] for part in diloco.parts],
-        )
-
-
-def of_demo(run, diloco, reference):
-    """(layout, sent, held, notes) of the demo's receipt."""
-    args, n = run.args, run.world
-    sizes = formulas.sizes_of(args, run.config, n)
-    rows, outer = outer_rows(args, diloco, n, reference.ledger, range(1, args.steps + 1))
-    sent, *_ = rows["all_gather", "islands"]
-    notes = [f"sent: the mean of {args.steps} steps; calls: of all"]
-    if n > 1 and sent:
-        ddp = formulas.all_reduce_sent(sizes.parameters() * sizes.e, n)
-        notes.append(f"ddp.py sends {human(ddp).strip()} a step, {ddp / sent:,.1f} times as much")
-    layout = {"islands": n, "every": args.sync_every}
-    return layout, rows, formulas.held(sizes) | outer, notes

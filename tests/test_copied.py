@@ -18,7 +18,6 @@ from foreign import (
     LENGTH,
     LIMIT,
     MODELS,
-    OPTIMIZERS,
     ROWS,
     STEPS,
     VOCAB,
@@ -29,7 +28,7 @@ from foreign import (
     one_process,
 )
 from reference import case, cuts_of, piece
-from tops import choices, in_one_file, on_top_of, refused, run_usage, usage
+from tops import choices, in_one_file, on_top_of, refused, run_usage
 from torch.distributed import group
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from uses import TOPS, Layout, equals_one_process, play_alone, saliency
@@ -181,29 +180,6 @@ def flat_cross_entropy(logits, targets, **options):
 
 
 # --- DiLoCo: islands that train on batches of their own
-
-
-@pytest.mark.parametrize(
-    "of, model, optimizer, steps, lr, momentum",
-    [
-        ("DiLoCo", "mlp", "SGD", 7, 1.0, 0.0),
-        ("DiLoCo", "mlp", "rmsprop", 7, 0.7, 0.9),
-        ("DiLoCo", "heads", "adamw", 7, 0.7, 0.9),
-        ("outer_step", "mlp", "adamw", 6, 0.7, 0.9),
-    ],
-)
-@on_top_of("diloco", 3)
-def test_usage_of_diloco(diloco, of, model, optimizer, steps, lr, momentum):
-    whole = islands_here(3, model, optimizer, steps, 0, 3, lr, momentum)[dist.get_rank()]
-    model = MODELS[model]()
-    batches = [batch(step + 100 * dist.get_rank(), model.length)[:2] for step in range(steps)]
-    names = vars(diloco) | dict(group=group.WORLD, model=model, every=3, batches=batches)
-    names |= dict(optimizer=OPTIMIZERS[optimizer](model.parameters()))
-    options = f"every=3, outer_lr={lr}, outer_momentum={momentum}"
-    code = usage(getattr(diloco, of)).replace("every=50", options)
-    exec(code, names | dict(cross_entropy=flat_cross_entropy))
-    weights = [p.detach() for p in model.parameters()]
-    torch.testing.assert_close(weights, [*whole[2].values()], rtol=1e-10, atol=1e-10)
 
 
 @on_top_of("diloco", 3)

@@ -122,7 +122,6 @@ DiLoCo({iter([]) | [p.detach() for p in model.parameters()]}, world, 2)
     # no parameter needs a gradient
 DiLoCo(stepped_on_in_pieces(model), world, 2)  # ZeRO's optimizer steps on ... update_weights()
 DiLoCo(model, world, {0 | 2, delay=2})  # 0 <= delay < every
-DiLoCo(model, world, 2, bits=32)  # choose None, 16, 8 or 4
 """,
 }
 

@@ -125,11 +125,10 @@ train --log-to /dev/full -> --log-to /dev/full can't be written
 train --param-dtype float16 -> float16 would need a loss scale: use bfloat16, or float32
 train --zero 1 --param-dtype float64 -> is finer than --dtype float32
 train --zero 3 --dtype bfloat16 --param-dtype float32 -> give a finer --dtype
-diloco --nproc 2 --sync-every 2 --stream 3 -> --sync-every 3 or more
-diloco --nproc 2 --sync-every 2 --stream-delay 2 -> less than --sync-every 2
-diloco --nproc 2 --outer-momentum 1 -> less than 1
-diloco --nproc 2 --batch 5 -> does not divide
-train --islands 2 --outer-bits 4 -> --outer-bits 8 or 4 does not go with --islands: use 16
+train --islands 2 --sync-every 2 --stream 3 -> --sync-every 3 or more
+train --islands 2 --sync-every 2 --stream-delay 2 -> less than --sync-every 2
+train --islands 2 --outer-momentum 1 -> less than 1
+train --islands 2 --dp 2 --outer-bits 4 -> does not go with islands of several ranks: use 16
 train --only-sample -> needs weights
 train --only-sample --sample 0 --out x -> needs weights
 train --layers 8 --pp 4 --dp 2 --schedule interleaved --batch 12 -> --batch 16 does

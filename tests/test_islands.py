@@ -32,6 +32,7 @@ def play(ranks, text, flags, plant=None):
 LAYOUTS = [
     f"--islands 3 --steps 5 --sync-every 2 {SGD}",
     "--islands 2 --dp 2 --steps 4 --sync-every 3 --dropout 0.1",
+    "--islands 3 --sync-every 4 --stream 3 --stream-delay 2 --outer-bits 4 --steps 10",
     # Norms, which tensor-parallel ranks both hold, must be rounded alike
     "--islands 2 --tp 2 --steps 6 --sync-every 4 --stream 2 --stream-delay 1 --outer-bits 16",
     "--islands 2 --dp 2 --tp 2 --sp --zero 1 --steps 5 --sync-every 2 --outer-bits 16 --stream 2",

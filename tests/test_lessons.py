@@ -24,6 +24,7 @@ COMPOSED += " zero_bubble"
 LESSONS = {
     "collectives": ("model", (2, 3, 4)),
     "ddp": ("model", (2, 3, 4)),
+    "diloco": ("model", (3,)),
     "dualpipe": ("model mixture pipeline zero_bubble expert_parallel", (2, 4)),
     "expert_parallel": ("model mixture", (1, 3, 4)),
     "context_parallel": ("model", (1, 3, 4)),

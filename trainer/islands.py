@@ -27,6 +27,7 @@ from harness.presets import parameter_shapes
 from proof.ledger import Ledger
 from receipts import diloco as player
 from trainer import checkpoint
+from trainer.outer_bits import Codec
 
 # Kinds of a checkpoint's pieces: the first two are equal on all islands
 OLD, MOMENTUM, ERROR = (checkpoint.OUTER + kind for kind in ("old", "momentum", "error"))
@@ -89,7 +90,8 @@ class Averaging(diloco.DiLoCo):
         self.loaded = False  # whether a checkpoint had the outer state
         stepped = [stepped for *_, stepped, _ in self.holdings]
         options = player.options(run.args)
-        super().__init__(stepped, groups["islands"], run.args.sync_every, **options)
+        codec = Codec(run.args.outer_bits) if run.args.outer_bits else None
+        super().__init__(stepped, groups["islands"], run.args.sync_every, codec=codec, **options)
         self.cut(options["outer_lr"], options["outer_momentum"])
         self.reference = player.Player(
             run,
@@ -113,7 +115,7 @@ class Averaging(diloco.DiLoCo):
                     size += stepped.numel()
             if not tensors:
                 continue  # another stage's
-            part = diloco.Part(tensors, offset, lr, momentum, self.bits)
+            part = diloco.Part(tensors, offset, lr, momentum, self.codec)
             if momentum:
                 part.outer.state[part.old]["momentum_buffer"] = torch.zeros_like(part.old)
             self.parts.append(part)

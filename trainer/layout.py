@@ -137,6 +137,9 @@ def check_pairs(args, config):
     half = args.compile and args.recompute == "half"
     muon, several = args.optimizer == "muon", args.islands > 1
     gather = args.documents and args.cp_kind == "gather"
+    # Of 128 numbers that share a scale, ranks of an island may have some each
+    blocks_are_cut = several and args.outer_bits in (8, 4)
+    blocks_are_cut = blocks_are_cut and args.dp * args.cp * args.tp * args.pp > 1
     for given, one, other, why in (
         (args.compile and config.experts, "--compile", "--experts", "its code is for one shape"),
         (half, "--compile", "--recompute half", "use --recompute selective or block"),
@@ -151,7 +154,7 @@ def check_pairs(args, config):
         (muon and not one_dtype, "mixed precision", "--optimizer muon", "use --dtype alone"),
         (several and args.bias_rate, "--bias-rate", "--islands", "nobody averages these biases"),
         (several and args.only_sample, "--only-sample", "--islands", "leave --islands out"),
-        (several and args.outer_bits in (8, 4), "--outer-bits 8 or 4", "--islands", "use 16"),
+        (blocks_are_cut, "--outer-bits 8 or 4", "islands of several ranks", "use 16"),
         (several and args.record, "--record", "--islands", lonely),
     ):
         if given:
