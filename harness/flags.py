@@ -163,7 +163,7 @@ def training_flags(g):
     g.add_argument("--warmup", **NATURAL, default=0, help="steps over which --lr rises")
     g.add_argument("--weight-decay", **rate, default=0.1, help="of matrices alone")
     g.add_argument("--grad-clip", **FACTOR, default=1.0, help="largest gradient norm; 0 is off")
-    why = "type of all tensors; bfloat16 loses small updates: zero.py, train.py have --param-dtype"
+    why = "type of all tensors; bfloat16 loses small updates (see --param-dtype)"
     g.add_argument("--dtype", **DTYPE, default="float32", help=why)
     why = "compare the first N steps with one process (default: 10, or all steps in float64)"
     g.add_argument("--prove", **NATURAL, help=why)
