@@ -15,8 +15,9 @@ Backward  The gradient of a sum is the sum of the gradients. A rank's loss is th
           tokens, divided by the number of tokens in the whole batch. So the gradients of all ranks
           add up to that of the batch, even if some ranks have more rows. (torch's DDP divides the
           sum by N, so there each rank gives its mean loss.)
-Limits    Parameters, gradients and AdamW's two moments, 4 P e bytes, must fit on one rank. If they
-          don't: zero.py. For more: docs/learn/data-parallelism.md.
+Limits    Parameters, gradients and AdamW's two moments, 4 P e bytes, and the activations must fit
+          on one rank. If they don't: zero.py. Each rank keeps buffers of its own (BatchNorm's
+          statistics). For more: docs/learn/data-parallelism.md.
 
     torchrun --nproc_per_node=4 ddp.py                 (needs model.py, to train and prove itself)
 
@@ -36,8 +37,9 @@ import torch.distributed as dist
 def sum_gradients(parameters, group):
     """After backward on this rank's rows: add up each gradient over the ranks of `group`.
 
-    All ranks have equal weights, and a loss that is divided by the number of all ranks' targets.
-    Then p.grad is the gradient of the whole batch, and every rank takes the same step."""
+    All ranks have equal weights, and a loss that is divided by the number of all ranks' targets:
+    count_targets, below. Then p.grad is the gradient of the whole batch, and every rank takes the
+    same step."""
     for p in parameters:
         if p.requires_grad:
             if p.grad is None:  # this rank's rows did not use p, but other ranks wait for its part
@@ -45,7 +47,18 @@ def sum_gradients(parameters, group):
             dist.all_reduce(p.grad, group=group)
 
 
+def count_targets(targets, group, ignored=-100):
+    """Before a step's first backward pass: the number of targets of all ranks, by which each pass
+    divides its sum of losses. targets: this rank's, of all its micro-batches. Divided by its own
+    number, as a loop on one process does, gradients are about N times too large, silently."""
+    count = (targets != ignored).sum()
+    dist.all_reduce(count, group=group)
+    return count
+
+
 # --- overlap: gradients are summed in buckets, while backward goes on
+
+OTHER_LOSS = "or another network's loss came here, as in a GAN: freeze this one in its pass"
 
 
 class DDP:
@@ -58,11 +71,12 @@ class DDP:
     bucket_bytes  of the largest bucket; a larger parameter has one of its own
     overlap       False: nothing is sent before finish()
     all_reduce    in place of torch's: (flat, group=group) -> a handle with wait(), or None if done
-    groups_of     beside another technique: advanced/composition.py. p -> the groups over which
-                  p.grad is summed, one after the other
+    groups_of     beside another technique, which has cut p: advanced/composition.py. p -> the
+                  groups over which p.grad is summed, one after the other; None: (group,)
 
-    All ranks start with equal weights: not checked. A parameter that got no gradient has zeros, not
-    None, so weight decay moves it. If backward raises, end the run on all ranks: others may wait.
+    Give all ranks equal weights first (broadcast rank 0's, as the demo does): DDP neither sends nor
+    checks them. A parameter that got no gradient has zeros, not None, so weight decay moves it. If
+    backward raises, end the run on all ranks: others may wait.
     Raises ValueError if no parameter needs a gradient; RuntimeError for a step in another order,
     and for a p.grad that has left its bucket."""
 
@@ -76,7 +90,8 @@ class DDP:
         all_reduce=functools.partial(dist.all_reduce, async_op=True),
         groups_of=None,
     ):
-        # How many gradients a pass adds to p: as many as p is listed times
+        # Usually 1. 2 if p is listed twice: it is in two pipeline stages of this rank, and each has
+        # a backward pass of its own
         grads_per_pass = Counter(parameters)
         trained = [p for p in grads_per_pass if p.requires_grad]
         if not trained:
@@ -95,12 +110,13 @@ class DDP:
                 p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket))
             self.buckets.append(bucket)
         self.addresses = {p: p.grad.data_ptr() for p in trained}
-        self.state = "summed"  # the gradients are: zero -> local, on this rank only -> summed
+        self.state = "summed"  # of the gradients: "zero", then "local" (this rank's), then "summed"
         self.zero_grad()
 
     def zero_grad(self):
         if self.state == "local":  # all-reduces may be on their way, and would meet the next step's
-            raise RuntimeError("zero_grad() after backward(), without finish(); or backward raised")
+            why = f"without finish(); or backward raised; {OTHER_LOSS}"
+            raise RuntimeError(f"zero_grad() after backward(), {why}")
         self.state = "zero"
         self.works = []  # this step's all-reduces: works[i] belongs to buckets[i]
         for bucket in self.buckets:
@@ -109,7 +125,8 @@ class DDP:
     def _arrived(self, bucket, p):  # the hook of each p, after autograd has added to p.grad
         if bucket.grads_left == 0:  # the bucket may have been sent
             count = f"microbatches={self.microbatches}"
-            raise RuntimeError(f"more backward passes than {count}, or no zero_grad()")
+            why = f"or no zero_grad(); {OTHER_LOSS}"
+            raise RuntimeError(f"more backward passes than {count}, {why}")
         bucket.grads_left -= 1
         self.state = "local"
         if self.overlap:
@@ -150,7 +167,7 @@ class Bucket:
     Autograd adds in place to a p.grad that exists, so nothing is copied."""
 
     def __init__(self, parameters, groups, grads_per_step):
-        self.groups = groups  # mostly one
+        self.groups = groups  # one, unless another technique has cut these parameters
         self.grads_per_step = grads_per_step  # after so many gradients the bucket is full
         sizes = [p.numel() for p in parameters]
         self.flat = parameters[0].new_zeros(sum(sizes))
@@ -175,14 +192,14 @@ def group_parameters(parameters, bucket_bytes, kind_of):
             members = newest[kind] = []
             lists.append(members)
         members.append(p)
-    # Lists of different kinds overlap: in the order of their last parameters
+    # Lists of different kinds interleave. Sort them by the parameter that backward reaches last
     return sorted(lists, key=lambda members: position[members[-1]])
 
 
 # --- demo ---
 
 if __name__ == "__main__":  # importing this file needs no model.py
-    from model import GPT, Config, OneProcess, Sent, join_ranks, leave, text_batch
+    from model import GPT, IGNORE, Config, OneProcess, Sent, join_ranks, leave, text_batch
 
 
 def main():
@@ -208,13 +225,15 @@ def train(way, args, device):
     optimizer = torch.optim.AdamW(model.parameters())
     zero_grad, finish = optimizer.zero_grad, lambda: sum_gradients(model.parameters(), group)
     if way != "naive":
-        sync = DDP(model.parameters(), group, m, args.bucket_kb * 1024, way == "overlapped")
+        options = dict(bucket_bytes=args.bucket_kb * 1024, overlap=way == "overlapped")
+        sync = DDP(model.parameters(), group, microbatches=m, **options)
         zero_grad, finish = sync.zero_grad, sync.finish
     if rank == 0:
         print(f"{way}, {ranks} ranks, {m} micro-batches")
     for step in range(args.steps):
-        tokens, targets, count = text_batch(step, 2 * m * ranks + 1, 32, device)
+        tokens, targets, count_in_batch = text_batch(step, 2 * m * ranks + 1, 32, device)
         rows = torch.arange(len(tokens)).tensor_split(ranks)[rank]  # unequally many
+        count = count_targets(targets[rows], group, IGNORE)
         loss = torch.zeros_like(count, dtype=torch.float64)
         with Sent() as sent:
             zero_grad()
@@ -227,7 +246,7 @@ def train(way, args, device):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         dist.all_reduce(loss)  # a rank has its part of the loss, as of the gradients
-        alone = one.train_step(tokens, targets, count, 0.5)
+        alone = one.train_step(tokens, targets, count_in_batch, 0.5)
         pairs = list(zip(model.named_parameters(), one.model.parameters()))
         gradients = [(name, p.grad, q.grad) for (name, p), q in pairs]
         weights = [(name, p.data, q.data) for (name, p), q in pairs]

@@ -15,10 +15,13 @@ Sent      Per micro-batch a unit's weights are gathered twice, for forward and b
           unit's weights, P' elements, stay from forward to backward: m r (3 P - P') e.
 Backward  Autograd's, unchanged. It saves views of the weights. The memory under them is freed (the
           storage is resized to 0), and filled again before backward reads it.
-Use       Where the weights don't fit, and a micro-batch has thousands of tokens: a gather hides
-          behind long matmuls only (docs/learn/fsdp.md).
-Limits    A unit runs once per forward. Ranks run the same units in one order, or they hang or
-          gather the wrong weights.
+Use       Where the weights don't fit, and a micro-batch has enough tokens for matmuls to hide the
+          gathers. Per 16-bit parameter a gather sends 2 r bytes, and forward does 2 flop per token:
+          at 400 TFLOP/s and 50 GB/s that takes about 8,000 tokens, at 450 GB/s about 900
+          (docs/learn/fsdp.md).
+Limits    A unit runs once per forward, and the model once before each backward. Units are called
+          as modules: unit(x), not unit.forward(x), which runs no hooks. Ranks run the same units
+          in one order, or they hang or gather the wrong weights.
 
     torchrun --nproc_per_node=4 fsdp.py        (needs zero.py; model.py, to train and prove itself)
 
@@ -41,12 +44,18 @@ from zero import ZeRO, all_gather_into_tensor, await_weights, norm_of_shards, re
 
 class PlainFSDP:
     """One unit: four hooks, and computation waits for every message. An optimizer steps on the
-    shards of all units, and a clip needs the norm over all ranks: norm_of_shards.
+    shards of all units.
+
+    To clip: norm_of_shards([unit.shard.grad for unit in units], group) is the norm over all ranks,
+    for clip_grads_with_norm_. torch's clip_grad_norm_(model.parameters()) finds no gradient, and
+    clips nothing, silently.
 
     Before: all ranks have equal weights, in one dtype, on their device. Each parameter is in
     exactly one unit: in none it gets no sum and no step. A unit returns one tensor, and each of its
-    parameters gets a gradient in every backward pass; several passes before a step add up. Save the
-    shards, not model.state_dict(): its weights have no memory."""
+    parameters gets a gradient in every backward pass; several passes before a step add up. No
+    checkpoint around a unit (inside it is fine): FSDP, below, allows it. Between its unit's runs a
+    weight has no memory: reading it, as by model.state_dict(), .to() or deepcopy, ends the process
+    with a segmentation fault. Save the shards."""
 
     def __init__(self, module, group):
         self.group, self.parameters = group, list(module.parameters())
@@ -61,8 +70,8 @@ class PlainFSDP:
         end = 0
         for p in self.parameters:
             start, end = end, end + p.numel()
-            # p and `weights` share memory, but have two version counters: autograd must not take a
-            # gather for a change of the weights that it saved
+            # Through .data p keeps a version counter of its own. Otherwise the gather in backward
+            # would look to autograd like an in-place change of a saved tensor, and it would raise
             p.data = self.weights[start:end].view_as(p)
             p.register_post_accumulate_grad_hook(self.after_gradient)
         module.register_forward_pre_hook(self.gather)
@@ -95,7 +104,7 @@ class PlainFSDP:
         self.shard.grad = gradient if self.shard.grad is None else self.shard.grad + gradient
         for p in self.parameters:
             p.grad = None
-        self.free()  # what has given these gradients was the last to read the weights
+        self.free()  # safe: each op that reads a weight has run when all gradients are there
 
 
 # --- the next unit's weights arrive while one computes
@@ -114,10 +123,17 @@ class FSDP(ZeRO):
     units    modules, in the order of forward; None: default_units(model)
     reshard  False: weights stay from forward to backward. It sends a third less, and holds all
 
-    A unit's parameters have memory inside its forward and backward only: reading them elsewhere
-    ends the process with a segmentation fault (gather_full has copies). Those in no unit: as in
-    stage 2. On a rank a unit may get no gradient where another rank's does. But not the last unit,
-    nor two in a row whose outputs get none: all would wait for ever."""
+    A unit's parameters have memory inside its forward and backward only. Elsewhere state_dict(),
+    .to() and deepcopy of a module raise; reading a parameter itself, as p.detach().clone() does,
+    ends the process with a segmentation fault. gather_full has copies. Parameters in no unit stay
+    whole on every rank, as in stage 2.
+
+    A unit may get no gradient on some ranks (an unused expert): its gather was started by the unit
+    after it, and its reduction is made up with zeros. That fails, and all ranks hang, if it is the
+    last unit, or if two neighbours get none on the same rank.
+
+    A model that runs twice before one backward (DPO's chosen and rejected answers): concatenate the
+    two batches, or give units=[model]."""
 
     def __init__(self, model, group, make_optimizer, units=None, reshard=True, **options):
         self.reshard = reshard
@@ -131,14 +147,16 @@ class FSDP(ZeRO):
         for unit in self.units:
             for p in unit.module.parameters():
                 self.units_of[p] = (*self.units_of.get(p, ()), unit)
-        # Stage 2 with a bucket per unit, of any size. It calls kind_of and make_bucket, below
+        # Stage 2 with a bucket per unit, of any size. It calls kind_of and make_bucket, below: the
+        # units' buckets are of stage 3, those of other parameters of stage 2
         super().__init__(model, group, 2, make_optimizer, bucket_bytes=float("inf"), **options)
         for unit in self.units:
             unit.module.register_forward_pre_hook(partial(self._before_forward, unit))
             unit.module.register_forward_hook(partial(self._after_forward, unit), with_kwargs=True)
         for module in self.model.modules():
-            module.register_state_dict_pre_hook(refuse_state_dict)
-            module.register_load_state_dict_pre_hook(refuse_state_dict)
+            module.register_state_dict_pre_hook(refuse)
+            module.register_load_state_dict_pre_hook(refuse)
+            module._apply = module.__deepcopy__ = refuse  # .to() and the like call _apply
 
     def kind_of(self, p):
         return *super().kind_of(p), self.units_of.get(p)
@@ -155,7 +173,7 @@ class FSDP(ZeRO):
         return bucket
 
     def _before_forward(self, unit, module, inputs):
-        if self.unit_in_backward is not unit:
+        if self.unit_in_backward is not unit:  # else a checkpoint inside it runs its forward again
             self._enter(unit, unit.next)
 
     def _after_forward(self, unit, module, inputs, keyword_inputs, output):
@@ -164,7 +182,7 @@ class FSDP(ZeRO):
         outputs = outputs_with_gradient(module, inputs, keyword_inputs, output)
         for t in outputs:
             t.register_hook(partial(self._before_backward, unit))
-        if not outputs:  # no backward will follow. Else its weights stay until the next unit enters
+        if not outputs:  # no backward will follow
             unit.release()
 
     def _before_backward(self, unit, gradient):  # the hook of each output: its gradient is there
@@ -183,8 +201,9 @@ class FSDP(ZeRO):
         self._enter(unit, unit.previous)
 
     def _enter(self, unit, likely_next):
-        """`unit` runs now, forward or backward. Start to gather the one that is likely next. What
-        ran before is freed here, not when its forward ends: backward begins with the last unit."""
+        """`unit` runs now, forward or backward. Start to gather the one that is likely next. The
+        unit before is freed here, when the next one enters, not at the end of its own forward. So
+        the last unit stays, which backward needs first."""
         if self.reshard:
             for other in self.held:
                 # A checkpoint over several units runs their forwards again inside one's backward
@@ -214,9 +233,10 @@ class Unit:
     has a bucket for each kind of parameter (dtype, frozen or not). A tied matrix, of embedding and
     head, has a bucket with two units: the second one in backward completes its gradient.
 
-    The host runs ahead of a GPU, but memory is taken and freed in the order of the compute stream:
-    a gather waits for what is queued there, and release() makes the stream wait for the gather. So
-    nothing can write memory that a matmul still reads."""
+    The host runs ahead of a GPU, but memory is taken and freed in the order of the compute stream.
+    An async gather starts after all kernels queued so far, hence after those that read this memory
+    before. release() makes the compute stream wait for a gather still on its way. So nothing can
+    write memory that a matmul still reads."""
 
     def __init__(self, module, stage=None):
         self.module, self.stage, self.buckets = module, stage, []  # stage: of a pipeline
@@ -278,8 +298,9 @@ def has_forward(module):
     return type(module).forward is not nn.Module.forward
 
 
-def refuse_state_dict(*_):
-    raise RuntimeError("a state_dict is of weights that are not here: use gather_full(...)")
+def refuse(*_, **__):
+    before = "cast, move, copy and load before FSDP(...)"
+    raise RuntimeError(f"this is of weights that are not here: use gather_full(...); {before}")
 
 
 # --- demo ---

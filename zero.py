@@ -1,13 +1,14 @@
 """ZeRO: data-parallel ranks split the optimizer's states, and then the gradients.
 
-    stage  split                 weights   gradients  optimizer  held per parameter  a rank sends
-      0    nothing, as DDP       ########  ########   ########   2 + 2 + 12          2 r P e
-      1    optimizer states      ########  ########   ##         2 + 2 + 12/N        2 r P e
-      2    gradients too         ########  ##         ##         2 + 2/N + 12/N      (1+m) r P e
-      3    weights too: fsdp.py  ##        ##         ##         2/N + 2/N + 12/N    3 m r P e
+    stage  split                 weights   gradients  optimizer  bytes per parameter  a rank sends
+      0    nothing, as DDP       ########  ########   ########   2 + 2 + 12           2 r P e
+      1    optimizer states      ########  ########   ##         2 + 2 + 12/N         2 r P e
+      2    gradients too         ########  ##         ##         2 + 2/N + 12/N       (1+m) r P e
+      3    weights too: fsdp.py  ##        ##         ##         2/N + 2/N + 12/N     3 m r P e
 
-P parameters of e bytes on N ranks (drawn: 4), m micro-batches, r = (N-1)/N. Bytes held: 2 for a
-16-bit weight, 2 for its gradient, 12 for its 32-bit master copy and Adam's two moments.
+P parameters of e bytes on N ranks (drawn: 4), m micro-batches, r = (N-1)/N. Bytes that a rank
+holds: 2 for a 16-bit weight, 2 for its gradient, 12 for its 32-bit master copy and Adam's two
+moments.
 
     parameters   | up           | bias | wk     | wq      |//|    all in one flat tensor
     shards       | rank 0   | rank 1   | rank 2   | rank 3   |    N equal shards; // is padding
@@ -18,8 +19,9 @@ Sent      Gradients are reduce-scattered: a rank gets its shard of their sum. Ne
           all-gathered: a rank gets all shards. Each sends r P e bytes, half of DDP's all-reduce.
           Stage 2 reduce-scatters after each micro-batch, because it keeps no whole gradients. The
           norm adds an all-reduce of 8 bytes.
-Backward  The model's own. Each rank's loss is the sum over its tokens, divided by the number of
-          tokens in the whole batch, so the gradients of all ranks add up to that of the batch.
+Backward  The model's own. Each rank's loss is the sum over its targets, divided by the number of
+          targets of all ranks (ddp.py's count_targets). So the gradients add up to that of the
+          batch.
 Use       Stage 1 instead of DDP: it sends the same bytes, and holds 1/N of the optimizer. Stage 2
           if m = 1 (it sends the same, and holds less), or where gradients don't fit. Not with an
           optimizer that needs whole matrices. For more: docs/learn/memory.md.
@@ -42,20 +44,22 @@ import torch.nn as nn
 all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-ranks_of = dist.get_process_group_ranks
-
 # --- stages 1 and 2 in their plainest form
 
 
 class PlainZeRO:
     """One flat tensor, reduced after backward. The optimizer steps on this rank's `shard` of it.
 
-    reduce()  in stage 1 after the last micro-batch's backward. In stage 2 after each one's: between
-              them only this rank's shard of the gradients stays
-    step()    then. Before it clip shard.grad, by the norm over all ranks: norm_of_shards
+    zero_grad()  begins a step. Then backward for each micro-batch
+    reduce()     stage 1: after the last backward. Stage 2: after each. Then this rank's shard of
+                 the gradients stays
+    clip         by the norm over all ranks: norm_of_shards([shard.grad], group)
+    step()       ends it
 
     All ranks start with equal weights. The optimizer sees one flat shard: it can't leave vectors
-    out of weight decay, for example."""
+    out of weight decay, for example. When backward ends, a rank has two whole copies of the
+    gradients, each p.grad and what is sent: more than DDP. So the saving is between passes only.
+    ZeRO, below, never holds more than two buckets of them in stage 2."""
 
     def __init__(self, model, group, make_optimizer):
         self.group, self.parameters = group, list(model.parameters())
@@ -99,24 +103,177 @@ class PlainZeRO:
         all_gather_into_tensor(self.weights, self.shard.detach(), group=self.group)
 
 
-def norm_of_shards(shards, group):
-    """The norm of the whole gradient: a float64 scalar, the same on all ranks."""
-    square = sum(torch.linalg.vector_norm(s, dtype=torch.float64).square() for s in shards)
+def norm_of_shards(gradients, group):
+    """The norm of the whole gradient, of which this rank has `gradients`: a float64 scalar, the
+    same on all ranks."""
+    square = sum(torch.linalg.vector_norm(g, dtype=torch.float64).square() for g in gradients)
     dist.all_reduce(square, group=group)  # each rank has other elements: their squares add up
     return square.sqrt()
 
 
 # --- many buckets, reduced while backward goes on
 
+OTHER_LOSS = "or another network's loss came here, as in a GAN: freeze this one in its pass"
+
+
+class ShardedBucket:
+    """Some parameters as one flat tensor of S elements, with padding: a shard of S/N for each rank.
+
+    weights         (S,)    the model's parameters are views of it
+    shard           (S/N,)  this rank's shard of the weights
+    master          (S/N,)  what the optimizer steps on: the shard, or a copy with more bits
+    pieces                  the master, cut at the parameters' borders; some are empty. So the
+                            optimizer can treat matrices and vectors apart
+    gradients       (S,)    of this rank. p.grad is no view of it, as in ddp.py, but added to it:
+                            stage 2 frees it after each reduction
+    gradient_shard  (S/N,)  this rank's shard of their sum over all ranks
+
+    passes        backward passes of a step
+    param_dtype   of weights and backward. The masters stay as the parameters are, in float32 at
+                  least. None: all have the parameters' dtype. Integers, such as packed 4-bit
+                  weights, keep theirs
+    reduce_dtype  in which gradients are summed over ranks and over micro-batches. None: as the
+                  weights, so with bfloat16 weights a small gradient is lost beside a large sum
+    reduce_each   False: stage 2 reduces, and so frees, in the last pass only: it sends less
+    value         value(p) is p's initial value. So p itself may be without memory, such as
+                  torch.empty(()).expand(shape)"""
+
+    def __init__(
+        self,
+        parameters,
+        group,
+        stage,
+        passes,
+        param_dtype=None,
+        reduce_dtype=None,
+        reduce_each=True,
+        value=lambda p: p,
+    ):
+        self.parameters, self.group, self.stage, self.passes = parameters, group, stage, passes
+        self.reduce_each = reduce_each and stage >= 2  # else in the last pass only
+        self.trainable = parameters[0].requires_grad
+        rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        if stage == 0:  # one shard, the whole
+            rank, self.ranks = 0, 1
+        # Where the parameters are in the flat tensor, and where the shard is
+        ends = list(accumulate(p.numel() for p in parameters))
+        self.slices = [slice(end - p.numel(), end) for p, end in zip(parameters, ends)]
+        length = max(-(-ends[-1] // self.ranks), 1)  # rounded up; gloo refuses empty messages
+        self.own_slice = slice(rank * length, (rank + 1) * length)
+        # The weights
+        values = [value(p).detach().flatten() for p in parameters]
+        padding = values[0].new_zeros(self.ranks * length - ends[-1])
+        full = torch.cat([*values, padding])
+        if param_dtype is not None and full.is_floating_point():
+            full = full.to(torch.promote_types(full.dtype, torch.float32))
+            self.weights = full.to(param_dtype)
+        else:
+            self.weights = full
+        self.shard = self.weights[self.own_slice]
+        if stage == 3:  # FSDP frees the weights; the shard stays
+            self.shard = self.shard.clone()
+        self.master = self.make_master(full[self.own_slice])
+        self.gathering = None  # the all-gather of new weights that is on its way
+        # The parameters
+        self.pieces = []
+        for i, p in enumerate(parameters):
+            p.data = self.weights[self.slices[i]].view(p.shape)
+            p.grad = None
+            p.stepped_on_in_pieces = True  # for others who want to step on it
+            piece = self.part_of(i, self.master)
+            if p.dim() > 1:
+                piece = piece.unsqueeze(0)  # 2-D, so that weight decay still sees a matrix
+            self.pieces.append(nn.Parameter(piece, self.trainable))
+        # The gradients
+        self.passes_left = passes
+        # Gradients of each parameter that wait for a reduction. Normally 0 or 1. 2 only if backward
+        # runs in two parts (advanced/zero_bubble.py), and one of the next pass comes early
+        self.waiting = [0] * len(parameters)
+        self.reduce_dtype = reduce_dtype or self.weights.dtype
+        self.gradients = self.gradient_shard = None
+        if self.trainable and stage < 2:
+            self.allocate_gradients()
+            self.gradient_shard = self.gradients[self.own_slice]
+        elif self.trainable:
+            self.gradient_shard = torch.zeros_like(self.shard, dtype=self.reduce_dtype)
+
+    def make_master(self, values):
+        if self.trainable and values.dtype != self.shard.dtype:
+            return values.clone()
+        return self.shard
+
+    def part_of(self, i, shard):
+        """What a tensor like `shard` has of parameter i: all, a part or nothing."""
+        start = self.slices[i].start - self.own_slice.start
+        stop = self.slices[i].stop - self.own_slice.start
+        return shard[max(start, 0) : max(stop, 0)]
+
+    def zero_grad(self):
+        self.passes_left = self.passes
+        gradients = self.gradient_shard if self.stage >= 2 else self.gradients
+        gradients.zero_()
+
+    def allocate_gradients(self):
+        if self.gradients is None:
+            self.gradients = torch.zeros_like(self.weights, dtype=self.reduce_dtype)
+
+    def add(self, i, gradient):
+        self.allocate_gradients()
+        self.gradients[self.slices[i]].add_(gradient.flatten())
+        self.waiting[i] += 1
+
+    def end_pass(self):
+        self.passes_left -= 1
+        self.waiting = [max(n - 1, 0) for n in self.waiting]
+
+    def start_reduction(self, reduce_scatter):
+        """Start to sum the gradients over the ranks. Returns a handle with wait(), or None."""
+        self.allocate_gradients()  # if no parameter of it got a gradient
+        if dist.get_world_size(self.group) == 1:
+            return None
+        if self.stage == 0:
+            return dist.all_reduce(self.gradients, group=self.group, async_op=True)
+        return reduce_scatter(self.gradients[self.own_slice], self.gradients, group=self.group)
+
+    def keep_shard(self):
+        """The sum is there. Stage 2 frees all but this rank's shard."""
+        if self.stage >= 2:
+            self.gradient_shard += self.gradients[self.own_slice]
+            self.gradients = None
+
+    def give_gradients(self):
+        """To the pieces, for the optimizer."""
+        gradient = self.gradient_shard.to(self.master.dtype)  # itself, or a copy
+        for i, piece in enumerate(self.pieces):
+            piece.grad = self.part_of(i, gradient).view(piece.shape)
+
+    def start_update(self):
+        """The master has new values: start to bring them to all ranks. (FSDP gathers later.)"""
+        if self.master is not self.shard:
+            self.shard.copy_(self.master, non_blocking=True)
+        if self.ranks > 1 and self.stage < 3:
+            self.start_gather()
+
+    def start_gather(self):
+        self.gathering = all_gather_into_tensor(self.weights, self.shard, self.group, async_op=True)
+
+
+def await_weights(buckets):
+    for bucket in buckets:
+        if bucket.gathering is not None:
+            bucket.gathering.wait()
+            bucket.gathering = None
+
 
 class ZeRO:
     """Trains `model` over `group`, its data-parallel ranks, in stage 0, 1 or 2.
 
-    A step is zero_grad(); `microbatches` backward passes; clip(grad_norm(), limit), if wanted,
-    because clip_grad_norm_ finds no p.grad; step(). A scheduler goes on zero.optimizer.
+    A step is zero_grad(), `microbatches` backward passes, step(). A scheduler goes on
+    zero.optimizer. To clip before step(): clip(grad_norm(), limit). torch's clip_grad_norm_ finds
+    no p.grad, and does nothing, silently.
 
     make_optimizer  called with a list of this rank's pieces of parameters, to be treated element by
-                    element
+                    element. piece.param_name is the parameter's name: for weight decay by name
     microbatches    backward passes of a step
     bucket_bytes    of the largest bucket; a larger parameter has one of its own
     reduce_scatter  in place of torch's: (shard, full, group=group) -> a handle with wait()
@@ -131,7 +288,9 @@ class ZeRO:
 
     Before ZeRO(...), on all ranks alike: load, tie and freeze the weights, move and cast the model.
     (torch's DDP broadcasts rank 0's; ZeRO doesn't.) Activation checkpointing needs
-    use_reentrant=False. If backward raises, end the run on all ranks: others may wait."""
+    use_reentrant=False. If backward raises, end the run on all ranks: others may wait. For a loss
+    that reaches another network's weights too (GAN), freeze those in its pass. If nothing needs a
+    gradient, there is no optimizer, and no step: a reference model, for FSDP."""
 
     def __init__(
         self,
@@ -148,10 +307,11 @@ class ZeRO:
         if stage not in (0, 1, 2):
             raise ValueError(f"there is no stage {stage!r} of ZeRO: 0, 1 or 2; 3 is fsdp.FSDP")
         stages = model if isinstance(model, dict) else {None: model}
-        self.stages_of = {}  # {parameter: the stages whose backward fills it}
+        self.stages_of, names = {}, {}  # of each parameter: the stages whose backward fills it
         for number, module in stages.items():
-            for p in module.parameters():
+            for name, p in module.named_parameters():
                 self.stages_of[p] = (*self.stages_of.get(p, ()), number)
+                names[p] = name
         if groups_of is None and any(hasattr(p, "placement") for p in self.stages_of):
             raise ValueError("another technique has cut the model: give groups_of")
         self.in_grid, self.groups_of = groups_of is not None, groups_of or (lambda p: (group,))
@@ -168,24 +328,29 @@ class ZeRO:
         self.buckets = []
         for parameters in group_parameters(self.model.parameters(), bucket_bytes, self.kind_of):
             self.buckets.append(self.make_bucket(parameters, **options))
-        self.awaited = self.buckets  # step() waits until these have their new weights
         self.trained_buckets = [bucket for bucket in self.buckets if bucket.trainable]
         pieces = []
         for bucket in self.trained_buckets:
             pieces += bucket.pieces
             for i, p in enumerate(bucket.parameters):
+                bucket.pieces[i].param_name = names[p]
                 p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket, i))
-        self.optimizer = make_optimizer(pieces)
-        self.param_groups = self.optimizer.param_groups  # for learning rates
+        self.optimizer, self.param_groups = None, []
+        if pieces:  # else all is frozen
+            self.optimizer = make_optimizer(pieces)
+            self.param_groups = self.optimizer.param_groups  # for learning rates
         if type(self.optimizer).__name__ in ("Adafactor", "LAMB", "LBFGS", "Muon", "SOAP"):
             raise ValueError("this optimizer needs whole matrices, and ZeRO has pieces of them")
 
     def zero_grad(self):
         if self.state in ("arriving", "local"):
-            raise RuntimeError("zero_grad() after backward(), without finish(); or backward raised")
-        storages = {bucket.weights.untyped_storage()._cdata for bucket in self.buckets}
-        if any(p.untyped_storage()._cdata not in storages for p in self.model.parameters()):
-            raise RuntimeError("a parameter was replaced, moved or cast after ZeRO: do it before")
+            why = f"without finish(); or backward raised; {OTHER_LOSS}"
+            raise RuntimeError(f"zero_grad() after backward(), {why}")
+        storages = {b.weights.untyped_storage()._cdata: b.trainable for b in self.buckets}
+        for p in self.model.parameters():
+            if storages.get(p.untyped_storage()._cdata) != p.requires_grad:
+                what = "replaced, moved or cast, frozen or unfrozen"
+                raise RuntimeError(f"a parameter was {what} after ZeRO: do it before")
         self.state = "zero"
         for bucket in self.trained_buckets:
             bucket.zero_grad()
@@ -198,7 +363,10 @@ class ZeRO:
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
         if bucket not in self.queue:
             count = f"microbatches={self.microbatches}"
-            raise RuntimeError(f"more backward passes than {count}, or no zero_grad()")
+            why = (
+                f"or no zero_grad(); {OTHER_LOSS}; or FSDP's model ran twice before backward: units"
+            )
+            raise RuntimeError(f"more backward passes than {count}, {why}=[model]")
         bucket.add(i, gradient)
         self._reduce_ready()
 
@@ -208,7 +376,7 @@ class ZeRO:
             return
         # All ranks start them in one order, or they would add up the wrong buckets, silently. So a
         # bucket that is full early waits for those before it
-        while self.queue and (all(self.queue[0].arrived) or self.queue[0] in anyway):
+        while self.queue and (all(self.queue[0].waiting) or self.queue[0] in anyway):
             bucket = self.queue.pop(0)
             bucket.end_pass()
             if bucket.reduce_each or bucket.passes_left == 0:
@@ -265,7 +433,7 @@ class ZeRO:
         """The masters have new values, from a step or a checkpoint: bring them to all ranks."""
         for bucket in reversed(buckets or self.buckets):  # forward needs the last bucket first
             bucket.start_update()
-        await_weights(self.awaited)
+        await_weights(self.buckets)
 
     def grad_norm(self):
         """The norm of the whole gradient: a float64 scalar, the same on all ranks."""
@@ -288,13 +456,16 @@ class ZeRO:
     @torch.no_grad()
     def gather_full(self, named):
         """For (name, parameter) pairs, as of model.named_parameters(): (name, unsplit copy in the
-        masters' dtype). After finish() its .grad is the whole gradient. All ranks call it."""
+        masters' dtype). After finish() its .grad is the whole gradient. All ranks call it, and each
+        gets the whole model and its gradients on its device, whatever pairs it names."""
         copies = {}
         for bucket in self.buckets:
             weights = gather_shards(bucket, bucket.master)
             gradients = gather_shards(bucket, bucket.gradient_shard) if bucket.trainable else None
             for p, place in zip(bucket.parameters, bucket.slices):
-                copies[p] = copy = nn.Parameter(weights[place].view(p.shape).clone())
+                copies[p] = copy = nn.Parameter(
+                    weights[place].view(p.shape).clone(), bucket.trainable
+                )
                 copy.__dict__.update(p.__dict__)  # attributes that others have set
                 if bucket.trainable:
                     copy.grad = gradients[place].view(p.shape).to(copy, copy=True)
@@ -308,7 +479,8 @@ class ZeRO:
     def make_bucket(self, parameters, stage=None, bucket_class=None, **options):
         group, *partial = self.groups_of(parameters[0])
         node, across = group if isinstance(group, tuple) else (group, None)
-        if across and len({*ranks_of(node)} & {*ranks_of(across)}) > 1:
+        ranks_of = dist.get_process_group_ranks
+        if across and len(set(ranks_of(node)).intersection(ranks_of(across))) > 1:
             raise ValueError("HSDP: give (node, across), which have only this rank in common")
         stages = self.stages_of[parameters[0]]
         options |= dict(stage=stage or self.stage, passes=self.microbatches * len(stages))
@@ -343,147 +515,6 @@ class ZeRO:
         return [b for b in buckets if self.action.stage in b.pipeline_stages]
 
 
-class ShardedBucket:
-    """Some parameters as one flat tensor of S elements, with padding: a shard of S/N for each rank.
-
-    weights         (S,)    the model's parameters are views of it
-    shard           (S/N,)  this rank's shard of the weights
-    master          (S/N,)  what the optimizer steps on: the shard, or a copy with more bits
-    pieces                  the master, cut at the parameters' borders; some are empty. So the
-                            optimizer can treat matrices and vectors apart
-    gradients       (S,)    of this rank; stage 2 frees it after each reduction
-    gradient_shard  (S/N,)  this rank's shard of their sum over all ranks
-
-    passes        backward passes of a step
-    param_dtype   of weights and backward; None: that of the masters
-    reduce_dtype  in which gradients are summed; None: param_dtype
-    reduce_each   False: stage 2 reduces, and so frees, in the last pass only: it sends less
-    value         value(p) is p's initial value, in the masters' dtype. So p itself may be without
-                  memory, such as torch.empty(()).expand(shape)"""
-
-    def __init__(
-        self,
-        parameters,
-        group,
-        stage,
-        passes,
-        param_dtype=None,
-        reduce_dtype=None,
-        reduce_each=True,
-        value=lambda p: p,
-    ):
-        self.parameters, self.group, self.stage, self.passes = parameters, group, stage, passes
-        self.reduce_each = reduce_each and stage >= 2  # else in the last pass only
-        self.trainable = parameters[0].requires_grad
-        rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        if stage == 0:  # one shard, the whole
-            rank, self.ranks = 0, 1
-        # Where the parameters are in the flat tensor, and where the shard is
-        ends = list(accumulate(p.numel() for p in parameters))
-        self.slices = [slice(end - p.numel(), end) for p, end in zip(parameters, ends)]
-        length = max(-(-ends[-1] // self.ranks), 1)  # rounded up; gloo refuses empty messages
-        self.own_slice = slice(rank * length, (rank + 1) * length)
-        # The weights
-        values = [value(p).detach().flatten() for p in parameters]
-        padding = values[0].new_zeros(self.ranks * length - ends[-1])
-        full = torch.cat([*values, padding])
-        self.weights = full.to(param_dtype or full.dtype)
-        self.shard = self.weights[self.own_slice]
-        if stage == 3:  # FSDP frees the weights; the shard stays
-            self.shard = self.shard.clone()
-        self.master = self.make_master(full[self.own_slice])
-        self.gathering = None  # the all-gather of new weights that is on its way
-        # The parameters
-        self.pieces = []
-        for i, p in enumerate(parameters):
-            p.data = self.weights[self.slices[i]].view(p.shape)
-            p.grad = None
-            p.stepped_on_in_pieces = True  # for others who want to step on it
-            piece = self.part_of(i, self.master)
-            if p.dim() > 1:
-                piece = piece.unsqueeze(0)  # 2-D, so that weight decay still sees a matrix
-            self.pieces.append(nn.Parameter(piece, self.trainable))
-        # The gradients
-        self.passes_left = passes
-        # How many gradients of each parameter have come and are in no reduction yet. A backward in
-        # two parts may bring some of the next pass early
-        self.arrived = [0] * len(parameters)
-        self.reduce_dtype = reduce_dtype or self.weights.dtype
-        self.gradients = self.gradient_shard = None
-        if self.trainable and stage < 2:
-            self.allocate_gradients()
-            self.gradient_shard = self.gradients[self.own_slice]
-        elif self.trainable:
-            self.gradient_shard = torch.zeros_like(self.shard, dtype=self.reduce_dtype)
-
-    def make_master(self, values):
-        if self.trainable and values.dtype != self.shard.dtype:
-            return values.clone()
-        return self.shard
-
-    def part_of(self, i, shard):
-        """What a tensor like `shard` has of parameter i: all, a part or nothing."""
-        start = self.slices[i].start - self.own_slice.start
-        stop = self.slices[i].stop - self.own_slice.start
-        return shard[max(start, 0) : max(stop, 0)]
-
-    def zero_grad(self):
-        self.passes_left = self.passes
-        gradients = self.gradient_shard if self.stage >= 2 else self.gradients
-        gradients.zero_()
-
-    def allocate_gradients(self):
-        if self.gradients is None:
-            self.gradients = torch.zeros_like(self.weights, dtype=self.reduce_dtype)
-
-    def add(self, i, gradient):
-        self.allocate_gradients()
-        self.gradients[self.slices[i]].add_(gradient.flatten())
-        self.arrived[i] += 1
-
-    def end_pass(self):
-        self.passes_left -= 1
-        self.arrived = [max(n - 1, 0) for n in self.arrived]
-
-    def start_reduction(self, reduce_scatter):
-        """Start to sum the gradients over the ranks. Returns a handle with wait(), or None."""
-        self.allocate_gradients()  # if no parameter of it got a gradient
-        if dist.get_world_size(self.group) == 1:
-            return None
-        if self.stage == 0:
-            return dist.all_reduce(self.gradients, group=self.group, async_op=True)
-        return reduce_scatter(self.gradients[self.own_slice], self.gradients, group=self.group)
-
-    def keep_shard(self):
-        """The sum is there. Stage 2 frees all but this rank's shard."""
-        if self.stage >= 2:
-            self.gradient_shard += self.gradients[self.own_slice]
-            self.gradients = None
-
-    def give_gradients(self):
-        """To the pieces, for the optimizer."""
-        gradient = self.gradient_shard.to(self.master.dtype)  # itself, or a copy
-        for i, piece in enumerate(self.pieces):
-            piece.grad = self.part_of(i, gradient).view(piece.shape)
-
-    def start_update(self):
-        """The master has new values: start to bring them to all ranks. (FSDP gathers later.)"""
-        if self.master is not self.shard:
-            self.shard.copy_(self.master, non_blocking=True)
-        if self.ranks > 1 and self.stage < 3:
-            self.start_gather()
-
-    def start_gather(self):
-        self.gathering = all_gather_into_tensor(self.weights, self.shard, self.group, async_op=True)
-
-
-def await_weights(buckets):
-    for bucket in buckets:
-        if bucket.gathering is not None:
-            bucket.gathering.wait()
-            bucket.gathering = None
-
-
 def gather_shards(bucket, shard):
     """All ranks' shards together, on the device of the weights."""
     full = shard = shard.to(bucket.weights.device)
@@ -506,7 +537,7 @@ def group_parameters(parameters, bucket_bytes, kind_of):
             members = newest[kind] = []
             lists.append(members)
         members.append(p)
-    # Lists of different kinds overlap: in the order of their last parameters
+    # Lists of different kinds interleave. Sort them by the parameter that backward reaches last
     return sorted(lists, key=lambda members: position[members[-1]])
 
 

@@ -4,6 +4,7 @@ import importlib
 import re
 import sys
 from contextlib import nullcontext
+from copy import deepcopy
 from types import SimpleNamespace as Names
 
 import foreign
@@ -46,6 +47,9 @@ torch.optim.lr_scheduler.StepLR(ZeRO(model, world, 2, SGD), 1)  # ZeRO is not an
 FSDP(nn.Linear(4, 4, bias=False), world, torch.optim.{Adafactor | LBFGS | Muon})
     # needs whole matrices
 FSDP(model, world, SGD).model{ | [1]}.state_dict()  # weights that are not here
+FSDP(model, world, SGD).model{.float() | .to("cpu") | [1].to("cpu")}  # weights that are not here
+deepcopy(FSDP(model, world, SGD).model{ | [1]})  # weights that are not here
+twice_before_backward(FSDP(MODELS["mlp"](), world, SGD))  # ran twice before backward: units=
 FSDP(model, world, SGD).model[1].load_state_dict(nn.Linear(6, 13).state_dict())
     # weights that are not here
 linear.register_forward_hook(lambda *_: Names()) and FSDP(linear, world, SGD).model(
@@ -141,6 +145,10 @@ class ScaledEmbedding(nn.Embedding):
     """So would this."""
 
 
+def twice_before_backward(sharded):
+    (sharded.model(TOKENS) + sharded.model(TOKENS)).sum().backward()
+
+
 def qkv(q=(2, 4, 6, 8), k=(2, 2, 6, 8), v=None, dtype=torch.float32):
     return torch.randn(q, dtype=dtype), torch.randn(k), torch.randn(v or k)
 
@@ -165,6 +173,7 @@ def user_names(module):
         alone=lambda: dist.new_subgroups(1)[0],
         SGD=torch.optim.SGD,
         x=torch.ones(4),
+        deepcopy=deepcopy,
         linear=nn.Linear(WIDTH, WIDTH),
         pipeline=sys.modules.get("pipeline"),
         tp=sys.modules.get("tensor_parallel"),
@@ -237,6 +246,7 @@ CALLS = {
     "break_off": lambda use: break_off(use, use.model[3]),
     "cast": lambda use: use.model.float(),
     "move": lambda use: use.model.to("meta"),
+    "freeze": lambda use: use.model.requires_grad_(False),
     "unfreeze": lambda use: use.model.requires_grad_(True),
     "replace": lambda use: setattr(use.model[1], "weight", nn.Parameter(torch.ones(13, 6))),
     "wrap": lambda use: Layout(use.model, "sgd", **use.options),
@@ -255,7 +265,7 @@ SPLIT_BACKWARDS = [
 ]
 
 REPLACED = "was replaced.*zero_grad.*second DDP.*create_graph.*unfrozen.*moved or cast after DDP"
-MOVED = "replaced, moved or cast after ZeRO"
+MOVED = "replaced, moved or cast, frozen or unfrozen after ZeRO|cast, move, copy and load before"
 SUMMED = "summed over the ranks already: sum once a step, .*zero_grad"
 CHANGED = "replaced, .*frozen or unfrozen"
 CHANGES = "cast", "replace", "unfreeze", "wrap"
@@ -277,6 +287,8 @@ ORDERS = [
     (STAGES[:3], "run finish step | cast zero_grad", MOVED),
     (STAGES, "run finish step | move zero_grad", MOVED),
     (STAGES, "run finish step | replace zero_grad", MOVED),
+    (STAGES, "run finish step | freeze zero_grad", MOVED),
+    (STAGES, "run finish step | unfreeze zero_grad", MOVED),
     (STAGES[:3], "run finish step | wrap zero_grad", MOVED),
     (MUON, "run | zero_grad | finish |", r"no finish\(\)"),
     (MUON, "run | pass | finish |", "more backward passes than microbatches"),

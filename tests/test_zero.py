@@ -17,6 +17,7 @@ from reference import CONFIGS, batch, case, make_optimizer, plain_forward, train
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import composition
+import ddp
 import fsdp
 import model as gpt
 import zero
@@ -106,7 +107,8 @@ def test_equals_pytorch(ranks):
         two = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         one_waits = zero.ZeRO(two, dist.group.WORLD, 1, torch.optim.SGD)
         zero_options.wait_in_forward(one_waits, two[:1])
-        assert one_waits.awaited == one_waits.buckets
+        one_waits.update_weights()
+        assert all(bucket.gathering is None for bucket in one_waits.buckets)
 
     ranks(2, work)
 
@@ -355,5 +357,107 @@ def test_fsdp_reduces_in_the_order_of_backward(ranks):
             nn.Sequential(*(alone[i] for i in order))(part).square().sum().backward()
         for (_, ours), theirs in zip(sharded.gather_full(layers.named_parameters()), alone):
             torch.testing.assert_close(ours.grad, theirs.weight.grad)
+
+    ranks(2, work)
+
+
+# --- what would be a wrong number, or a hang
+
+
+def test_dtypes_of_masters(ranks):
+    """A model in bfloat16 gets float32 masters, and packed 4-bit weights stay as they are."""
+
+    def work(rank):
+        for stage in range(4):
+            model = nn.Linear(4, 4).bfloat16()
+            packed = torch.arange(255, dtype=torch.uint8)
+            model.packed = nn.Parameter(packed.clone(), requires_grad=False)
+            options = dict(param_dtype=torch.bfloat16)
+            sharded = shard(model, dist.group.WORLD, stage, torch.optim.SGD, **options)
+            stepped = {p.dtype for settings in sharded.param_groups for p in settings["params"]}
+            whole = dict(sharded.gather_full(model.named_parameters()))
+            assert stepped == {torch.float32} and whole["packed"].equal(packed)
+            assert model.weight.dtype == torch.bfloat16
+
+    ranks(2, work)
+
+
+def no_decay_for_biases(parameters):
+    names = {p: getattr(p, "param_name", None) or p.name_alone for p in parameters}
+    biases = [p for p in parameters if names[p] == "1.bias"]
+    others = [p for p in parameters if names[p] != "1.bias"]
+    groups = [dict(params=biases, weight_decay=0.0), dict(params=others, weight_decay=0.5)]
+    return torch.optim.AdamW(groups, lr=0.1)
+
+
+def test_weight_decay_by_name(ranks):
+    """One of two vectors, so not by dim(). Each loss goes through a frozen copy (DPO's reference),
+    and the model runs twice before one backward."""
+
+    def step(model, reference, x):
+        out = model(x) + model(2 * x) - reference(x)
+        out.square().sum().backward()
+
+    def work(rank):
+        for stage in range(4):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)).double()
+            alone, frozen = copy.deepcopy(model), copy.deepcopy(model).requires_grad_(False)
+            for name, p in alone.named_parameters():
+                p.name_alone = name
+            optimizer, x = no_decay_for_biases([*alone.parameters()]), torch.randn(2, 4, 3).double()
+            options = dict(units=[model]) if stage == 3 else {}
+            reference = copy.deepcopy(frozen)
+            if stage == 3:
+                fsdp.FSDP(reference, dist.group.WORLD, torch.optim.SGD)
+            make = no_decay_for_biases
+            sharded = shard(model, dist.group.WORLD, stage, make, **options)
+            for _ in range(3):
+                sharded.zero_grad()
+                step(model, reference, x[rank])
+                sharded.step()
+                optimizer.zero_grad()
+                step(alone, frozen, x.flatten(0, 1))
+                optimizer.step()
+            for name, p in sharded.gather_full(model.named_parameters()):
+                torch.testing.assert_close(p, alone.get_parameter(name), rtol=1e-12, atol=1e-12)
+
+    ranks(2, work)
+
+
+def test_unequal_numbers_of_batches(ranks):
+    """The loop of docs/learn/data-parallelism.md, with 3 batches on rank 0 and 1 on rank 1."""
+    page = (ROOT / "docs/learn/data-parallelism.md").read_text()
+    lines = page.partition("```python\nbatches, batch =")[1:]
+    code = "".join(lines).partition("```python\n")[2].partition("```")[0]
+
+    def work(rank):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)).double()
+        x, y = torch.randn(2, 3, 4, 3).double(), torch.randint(5, (2, 3, 4))
+        y[0, 0, :2] = -100
+        alone = copy.deepcopy(model)
+        sgd = torch.optim.SGD(alone.parameters(), lr=0.1)
+        for i, n in enumerate((2, 1, 1)):  # ranks that have a batch
+            targets = y[:n, i].flatten()
+            sgd.zero_grad()
+            loss = F.cross_entropy(alone(x[:n, i].flatten(0, 1)), targets, reduction="sum")
+            (loss / (targets != -100).sum()).backward()
+            sgd.step()
+        names = dict(torch=torch, cross_entropy=F.cross_entropy, group=dist.group.WORLD)
+        names |= dict(count_targets=ddp.count_targets)
+        for stage in ("ddp", 0, 1, 2, 3):
+            trained = copy.deepcopy(model)
+            make = functools.partial(torch.optim.SGD, lr=0.1)
+            if stage == "ddp":
+                sync = ddp.DDP(trained.parameters(), dist.group.WORLD)
+                optimizer = make(trained.parameters())
+            else:
+                sync = optimizer = shard(trained, dist.group.WORLD, stage, make)
+            loader = [*zip(x[rank], y[rank])][: (3, 1)[rank]]
+            exec(code, names | dict(model=trained, sync=sync, optimizer=optimizer, loader=loader))
+            named = trained.named_parameters()
+            for name, p in named if stage == "ddp" else sync.gather_full(named):
+                torch.testing.assert_close(p, alone.get_parameter(name), rtol=1e-12, atol=1e-12)
 
     ranks(2, work)

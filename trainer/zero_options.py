@@ -32,7 +32,14 @@ def wait_in_forward(zero, modules):
     nobody else may read these weights, or write the masters."""
     waiting = {p for module in modules for p in module.parameters()}
     # A weight outside of the modules is read without a wait: step() waits for its bucket
-    zero.awaited = [b for b in zero.buckets if not waiting.issuperset(b.parameters)]
+    awaited = [b for b in zero.buckets if not waiting.issuperset(b.parameters)]
+
+    def update_weights(buckets=None):
+        for bucket in reversed(buckets or zero.buckets):
+            bucket.start_update()
+        await_weights(awaited)
+
+    zero.update_weights = update_weights
     for module in modules:
         parameters = set(module.parameters())
         used = [b for b in zero.buckets if not parameters.isdisjoint(b.parameters)]
