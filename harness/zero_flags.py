@@ -75,7 +75,6 @@ def options(run, model, stage, draw=initialize.draw):
     args = run.args
     chosen = {
         "value": run.initial(model, draw),
-        # None: masters as --dtype says, if only bfloat16
         "param_dtype": DTYPES.get(args.param_dtype) if args.param_dtype != args.dtype else None,
         "reduce_dtype": DTYPES.get(args.reduce_dtype),
         "reduce_scatter": reduce_scatter,

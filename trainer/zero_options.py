@@ -45,10 +45,9 @@ def wait_in_forward(zero, modules):
         used = [b for b in zero.buckets if not parameters.isdisjoint(b.parameters)]
         module.register_forward_pre_hook(lambda *_, used=used: await_weights(used))
 
-    def await_all(*_):
+    def await_all(*_):  # before whatever else reads or writes weights
         await_weights(zero.buckets)
 
-    # What else reads or writes weights
     zero.optimizer.register_step_pre_hook(await_all)
     for module in zero.model.modules():
         module.register_state_dict_pre_hook(await_all)
