@@ -12,7 +12,7 @@ import benchmarks
 import harness
 from benchmarks import gpu, nanogpt
 
-SMALL = "muon.py --nproc 2 --layers 1 --heads 2 --device cpu --backend gloo"
+SMALL = "train.py --dp 2 --layers 1 --heads 2 --device cpu --backend gloo"
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_it_refuses(monkeypatch, capsys, flags, why):
 
 
 def test_rehearsed_on_cpus_a_failure_is_a_row_and_the_others_go_on(monkeypatch, tmp_path):
-    cases = [SMALL.replace("--nproc 2", "--nproc 3"), SMALL]  # 3 ranks don't divide the batch
+    cases = [SMALL.replace("--dp 2", "--dp 3"), SMALL]  # 3 ranks don't divide the batch
     monkeypatch.setitem(gpu.PARTS, "proofs", (lambda *_: cases, gpu.proof, 0))
     found = tmp_path / "gpu.json"
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--device", "cpu", "--json", str(found)])
