@@ -75,7 +75,7 @@ def test_no_layout_changes_a_recording(ranks, text, tmp_path, variant, layout):
     assert code == 0 and "not compared" not in said, said
     for line in lines_of(other)[1:-1]:
         assert line["outputs"].keys() == {"embed", "blocks.0", "blocks.1"}
-        assert len(set(sum(line["batch"]["rows"], []))) == 12
+        assert len(set(sum(line["batch"]["rows"], []))) == 24
     for step in range(1, STEPS + 1):
         ours, theirs = (load_file(f"{folder}/step-{step}.safetensors") for folder in (one, other))
         assert ours.keys() == theirs.keys() == {"tokens", "targets"}
