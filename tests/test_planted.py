@@ -32,7 +32,7 @@ def record_ours(ranks, text, folder, family, dtype="float64"):
     flags = f"{FLAGS} --dtype {dtype}"
     start = f"--init-from {folder}/start --tokenizer bytes --record {folder}/ours"
     for more in (f"--family {family} --export {folder}/start", start):
-        assert ranks(1, run_layout, arguments(text, f"{flags} {more}"))[0][0] == 0
+        assert ranks(1, run_layout, arguments(text, f"{flags} --batch 12 {more}"))[0][0] == 0
 
 
 class Loop:

@@ -210,7 +210,7 @@ def test_schedules_are_pythons(site, browser):
     found = browser.run(
         """(cases => cases.map((c) => {
       try { return simulate(schedule(...c), ({ kind }) => kind === "B" ? 2 : 1).map((row) =>
-        row.map((a) => [a.start, a.end, [a.kind, a.m, a.stage]])) } catch (e) { return e.message }
+        row.map((a) => [a.start, a.end, [a.kind, a.stage, a.m]])) } catch (e) { return e.message }
     }))(%s)"""
         % json.dumps(cases)
     )

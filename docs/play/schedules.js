@@ -19,7 +19,7 @@ const SCHEDULES = {
     add("F", ahead, r), add("FB", m - ahead, r), add("B", ahead, r);
   },
   interleaved: ({ add, r, p, m, chunks }) => {
-    if (m % p) throw Error(`interleaved needs a multiple of ${p} micro-batches, as many as ranks`);
+    if (m % p) throw Error(`interleaved needs a multiple of ${p} micro-batches, the number of ranks`);
     const stages = repeat(m * chunks, (i) => r + (Math.floor(i / p) % chunks) * p);
     const backwards = stages.map((stage) => 2 * r + (chunks - 1) * p - stage);
     const ahead = Math.min((chunks - 1) * p + 2 * (p - 1 - r), stages.length);
