@@ -14,8 +14,7 @@ keys travel. The tiles add up to exact attention, each weighted by its share of 
 denominator (add_tile).
 
 Split     A late token sees more keys than an early one. So each rank has an early and a late chunk:
-              chunk   0 1 2 3 4 5 6 7
-              rank    0 1 2 3 3 2 1 0        (a zigzag)
+          chunks 0 1 2 3 4 5 6 7 are on ranks 0 1 2 3 3 2 1 0 (a zigzag).
 Sent      Per rank and block: K and V make N - 1 hops in forward, and again in backward. dK and dV,
           float32 at least, make N hops. (4 r e + 2 a) B T C_kv bytes for B sequences of T tokens:
           r = (N-1)/N, C_kv is the width of K, e bytes per element, a = max(e, 4).
@@ -29,8 +28,7 @@ Limits    Worth it where one sequence's activations don't fit on a rank. A tile 
 
     torchrun --nproc_per_node=4 context_parallel.py    (needs model.py, to train and prove itself)
 
-Liu et al. 2023, Ring attention, arXiv:2310.01889. The zigzag: zhuzilin/ring-flash-attention, issue
-2 (2024). All keys gathered at once: Llama 3, arXiv:2407.21783, section 3.3.2.
+Liu et al. 2023, arXiv:2310.01889. The zigzag: zhuzilin/ring-flash-attention, issue 2 (2024).
 """
 
 import argparse

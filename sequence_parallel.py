@@ -21,16 +21,13 @@ Backward  The backward of the all-gather is a reduce-scatter: every rank has a p
           all tokens; they are summed, and each rank keeps its own tokens'. The backward of the
           reduce-scatter is an all-gather: every rank's partial result entered the sum of every
           token, so it needs every token's gradient.
-Limits    None against tensor parallelism but twice as many messages: the bytes are the same, memory
-          and repeated work are less. Use it whenever t > 1 and t divides T. A GPT-2 block holds
-          2 + 14/t times B T C elements for backward, and 4 + 12/t there: the two column-parallel
-          layers (qkv, up) keep the gathered (B, T, C). (The paper gathers again, and holds 16/t:
-          advanced/tensor_overlap.py.) More: docs/learn/tensor-parallelism.md.
+Limits    Use it whenever t > 1 and t divides T. It sends the same bytes as tensor parallelism, in
+          twice as many messages, and it saves memory and repeated work. How much a block holds:
+          docs/learn/tensor-parallelism.md.
 
     torchrun --nproc_per_node=4 sequence_parallel.py   (needs model.py, to train and prove itself)
 
-Korthikanti et al. 2022, Reducing activation recomputation, arXiv:2205.05198, section 4.2.2 (there
-the gather is g, and the reduce-scatter g-bar).
+Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2 (g: the gather, g-bar: the reduce-scatter).
 """
 
 import argparse

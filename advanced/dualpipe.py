@@ -13,20 +13,18 @@ stage, the one nearer the loss:
     rank 0   F0 F1 F2 F0' I0' W0' F1' (F3 B1') (F2' B0) B2' (F3' B1) B3' I2 W2 I3 W3
     rank 1   F0 F0' F1 F1' (F2 B0') (F2' B0) (F3 B1') (F3' B1) B2' B2 I3' I3 W3' W3
 
-This is DualPipeV: DeepSeek's DualPipe, folded at its middle, so that each stage is on one rank, not
-on two. A rank holds an early and a late stage: a forward of one pairs with a backward of the other.
+This is DualPipeV: DeepSeek's DualPipe, folded at its middle, so that each stage is on one rank. A
+rank has an early and a late stage: a forward of one pairs with a backward of the other.
 
 Order     A pair is two threads, of which one runs at a time. Before a thread waits for a message
-          it calls turn(), and the other runs. The program decides which, not time: all ranks send
-          in the same order, and both threads can use the same groups. On a GPU both queue kernels
-          on one stream, and nccl's messages run beside it.
-Sent      As without overlap: zb-v's messages, and the rows of expert_parallel.py.
+          it calls turn(), and the other runs. So all ranks send in the same order. On a GPU both
+          queue kernels on one stream, and nccl's messages run beside it.
+Sent      As without overlap: zb-v's messages, and expert_parallel.py's rows.
 Hidden    Without a pipeline the backward of each micro-batch is beside the forward of the next: of
           m micro-batches 1 - 1/m of the waits are in pairs. In a pipeline of p ranks the first
           forwards and the last backwards have no partner: 1 - (5p - 1) / 4m, on average over ranks.
           A wait in a pair is hidden if the partner has enough work.
 Limits    Without experts nothing is hidden: take zb-v. A pair needs the temporary memory of both.
-          On one machine's CPUs don't expect a gain (docs/learn/dualpipe.md has times).
 
     torchrun --nproc_per_node=4 -m advanced.dualpipe
     (needs model.py, mixture.py, pipeline.py, zero_bubble.py, expert_parallel.py)

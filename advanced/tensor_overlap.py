@@ -21,16 +21,14 @@ is as in those files.
 When is it hidden? Let N be the outputs of all layers behind one Enter, before the cut. dW takes
 2 B T C N/t operations, and the all-reduce sends 2 B T C e (t-1)/t bytes. At s operations and w
 bytes a second it is hidden if N > (t-1) e s / w: for H100s (400 TFLOP/s, 450 GB/s), t = 8 and 16
-bits 12,500, half of it with tokens split. Llama 2 70B has 10,240 in q, k and v, and 57,344 in gate
-and up.
+bits 12,500, half of it with tokens split.
 Leave's messages, and all in forward, are waited for. On GPUs set CUDA_DEVICE_MAX_CONNECTIONS=1, as
 Megatron-LM asks for: else the message may start late. The results are the same.
 
     torchrun --nproc_per_node=4 -m advanced.tensor_overlap
     (needs model.py, tensor_parallel.py and sequence_parallel.py)
 
-Shoeybi et al. 2019, arXiv:1909.08053. The order: Megatron-LM's
-LinearWithGradAccumulationAndAsyncCommunication. Korthikanti et al. 2022, arXiv:2205.05198.
+Megatron-LM's LinearWithGradAccumulationAndAsyncCommunication (the order). arXiv:2205.05198.
 """
 
 import argparse
