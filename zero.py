@@ -362,11 +362,9 @@ class ZeRO:
             # Called when backward is over, but not if an exception ends it
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
         if bucket not in self.queue:
-            count = f"microbatches={self.microbatches}"
-            why = (
-                f"or no zero_grad(); {OTHER_LOSS}; or FSDP's model ran twice before backward: units"
-            )
-            raise RuntimeError(f"more backward passes than {count}, {why}=[model]")
+            count = f"microbatches={self.microbatches}, or no zero_grad(); {OTHER_LOSS}"
+            twice = "or FSDP's model ran twice before backward: units=[model]"
+            raise RuntimeError(f"more backward passes than {count}; {twice}")
         bucket.add(i, gradient)
         self._reduce_ready()
 

@@ -261,7 +261,9 @@ def hsdp(model, one, across, node):
 def experts_ddp(model, one, copies, ep):
     everyone, chosen = dist.group.WORLD, []  # by the routers of one process: (B, T, k) each
     for block in one.model.blocks.values():
-        block.mlp.router.register_forward_hook(lambda *given: chosen.append(given[-1][1]))
+        block.mlp.router.register_forward_hook(
+            lambda router, inputs, output: chosen.append(output[1])
+        )
     parallelize_experts(model, ep, copies)
     parameters = list(model.parameters())
     sync = DDP(parameters, everyone, M, groups_of=groups_in_grid(parameters, everyone))

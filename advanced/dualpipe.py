@@ -328,7 +328,9 @@ def train(form, p, ep, m, steps, device):
     model = GPT(Config(**sizes)).to(device, torch.float64)
     one, chosen = OneProcess(model, torch.optim.AdamW), []
     for block in one.model.blocks.values():
-        block.mlp.router.register_forward_hook(lambda *given: chosen.append(given[-1][1]))
+        block.mlp.router.register_forward_hook(
+            lambda router, inputs, output: chosen.append(output[1])
+        )
     if form == "plain form":
         stages = {0: model}
     else:

@@ -336,8 +336,8 @@ def train(executor, make_row, args, device):
         weights = [(name, p.data, whole[name].data) for name, p in named.items()]
         one.compare(step, loss, alone, gradients, weights)
     check_bubble(schedule, make_row.__name__, m, device)
-    borders = [message for message in map(schedule.outgoing, schedule[rank]) if message]
-    formula = sum(m.source != m.target for m in borders) * like.nbytes
+    messages = [message for message in map(schedule.outgoing, schedule[rank]) if message]
+    formula = sum(to.source != to.target for to in messages) * like.nbytes
     if tied is not None:
         formula += (len(ends) - 1) * tied.nbytes  # an all-reduce over two ranks
     one.prove(sent, "m b T C e each way over a border, V C e if tied", formula)
