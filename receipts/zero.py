@@ -125,8 +125,8 @@ class Bucket:
 
 def buckets_of(sizes, stage, flags, splits):
     """The Buckets of a rank: parameters of one kind, from the last to the first, of at most
-    --bucket-mb (with 4 bytes an element), in stage 3 of any size."""
-    most = float("inf") if stage == 3 else int(flags.bucket_mb * 2**20) // 4
+    --bucket-mb, in stage 3 of any size."""
+    most = float("inf") if stage == 3 else int(flags.bucket_mb * 2**20) // sizes.master
     buckets, latest, room = [], {}, {}
     of_stages = [set(units) for units in units_of(sizes)]
     for parameter in reversed(parameters_of(sizes)):
