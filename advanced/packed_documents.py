@@ -107,7 +107,6 @@ class DocumentRing(Ring):
     def __init__(self, group, zigzag=True):  # True: dealt out evenly. False: consecutive tokens
         super().__init__(group, zigzag)
         dist.barrier(group)  # nccl connects all ranks in a first message. Later some send nothing
-        self.where = self.starts = self.plan = None  # of the last batch
 
     def positions(self, length, starts, multiple=1):
         return deal_tokens(length, self.n, starts, self.zigzag, multiple)[self.rank]
@@ -116,12 +115,15 @@ class DocumentRing(Ring):
         self.check(q, k, v, self.chunks)
         check_starts(starts, q, self.n)
         where = self.rank, self.n, q.shape[2], self.zigzag
-        if where != self.where or not torch.equal(starts, self.starts):  # once for all layers
-            self.where, self.starts = where, starts.clone()  # it may be changed in place
-            self.plan = find_plan(*where, starts, q.device)
+        # Once for all layers, and for those that run again in backward: it stays with its batch.
+        # (starts may be changed in place.)
+        of_where, of_starts, _ = getattr(starts, "known_plan", (None, starts, None))
+        if not torch.equal(starts, of_starts) or where != of_where:
+            starts.known_plan = where, starts.clone(), find_plan(*where, starts, q.device)
+        *_, plan = starts.known_plan
         # All rows as one, (1, H, B T', D): so a tile of one row is a run of tokens
         q, k, v = (t.transpose(0, 1).flatten(1, 2).unsqueeze(0) for t in (q, k, v))
-        y = DocumentRingAttention.apply(q, k, v, self.group, self.plan)
+        y = DocumentRingAttention.apply(q, k, v, self.group, plan)
         return y.squeeze(0).unflatten(1, (len(starts), -1)).transpose(0, 1)
 
 

@@ -80,8 +80,7 @@ def real(least, most=math.inf, convert=float, kind="number"):
     return parse
 
 
-# The units that `quantity` accepts
-SIZE = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9}
+# Units that `quantity` accepts
 SPEED = {"B/s": 1, "KB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9}
 
 

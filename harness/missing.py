@@ -22,7 +22,6 @@ ANSWER = 6  # seconds for a rank's answer to a roll call: on a busy machine it m
 LOST = 75  # exit code of a rank that leaves the explanation to another rank, or to the launcher
 # What gloo says of a lost peer
 SIGNS_OF_A_LOST_PEER = ("connection closed", "connection reset", "broken pipe")
-MEMORY_ERRORS = (MemoryError, torch.OutOfMemoryError)
 NO_MEMORY = "can't allocate memory"  # what torch says of it on CPUs
 
 
