@@ -19,7 +19,7 @@ from receipts.pipeline import SCHEDULES
 from trainer.context import KINDS
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
-from test_layouts import MIXTURE, SGD, arguments, ranks_of  # noqa: E402
+from test_layouts import LIKE, MIXTURE, SGD, arguments, ranks_of  # noqa: E402
 
 TABLE = pathlib.Path(__file__).parent / "layouts.txt"
 MOST_RANKS = 8
@@ -32,6 +32,7 @@ def flags(flag, values):
 # {axis: the flags of its values}, a neutral value first. These change the curve
 VARIANT = {
     "family": ["--family gpt2", "--family llama"],
+    "like": ["", *flags("like", LIKE)],
     "heads": ["--heads 4", "--heads 4 --kv-heads 2"],
     "optimizer": [SGD, "--optimizer adamw", "--optimizer muon"],
     "mixture": ["", MIXTURE],

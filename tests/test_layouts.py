@@ -24,6 +24,7 @@ from harness import data, documents, initialize
 from muon import PlainMuon
 from proof import one_process
 from receipts import muon as of_muon
+from trainer import pretrained
 
 # 3 layers do not divide by 2 stages (without stages 2 are enough), 5 (DEEP) not by 2, 3 or 4; 257
 # tokens not by 2 or 4; a clip of 0.1 always binds; the second step is the one that the ledger
@@ -63,6 +64,17 @@ dropout   --dp 2 --cp 2 --pp 2 --zero 3 --zero-ranks 2 --schedule zb-h1 --microb
 """
 
 
+# {name: the fields of its Config that no flag sets}, for --like, which these tests add to Llama
+LIKE = {
+    "qwen3": dict(qk_norm="each", head_dim=10, tied=True),
+    "olmo2": dict(qk_norm="all", norm_after=True, norm_eps=1e-6),
+    "olmoe": dict(qk_norm="all", renormalize=False),
+    "qwen2-moe": dict(bias="qkv", shared_gate=True, renormalize=False),
+    "smollm3": dict(no_rope_every=2),
+    "granite": dict(embedding_scale=3, query_scale=0.4, residual_scale=0.2, logits_scale=0.3),
+}
+
+
 def rows(table):
     """[(flags of the variant, flags of the layout)] of a table's lines."""
     table = table.replace("DEEP", "--layers 5").replace("SHALLOW", "--layers 2")
@@ -82,8 +94,14 @@ parser = functools.cache(train.flags)
 
 
 def arguments(text, flags):
+    like = re.search(r"--like (\S+)", flags)
+    flags = flags.replace(like[0], "") if like else flags
     args = parser().parse_args(f"{BASE} {flags} --data {text}".split())
-    args, _ = train.prepare(args)
+    if like and args.family != "llama":
+        raise harness.Refused(f"{like[0]} differs from Llama: use --family llama")
+    shape = LIKE[like[1]] if like else None
+    with mock.patch.object(pretrained, "shape_of", lambda args: shape):
+        args, _ = train.prepare(args)
     return args
 
 
