@@ -192,13 +192,22 @@ def standing():
     return first_line(places), library
 
 
+def group_text(name, members):
+    """A group by its ranks, and by its number among the groups of the same ranks."""
+    ranks = members.get(name, [])
+    same = [other for other in members if members[other] == ranks]
+    which = f", group {same.index(name) + 1} of {len(same)} with these" if len(same) > 1 else ""
+    return f"group {' '.join(map(str, ranks))} ({len(ranks)} ranks{which})"
+
+
 def place(messages):
     """All of this as a dict, for the other ranks."""
     line, library = standing()
     members = groups()
     found = {}
     for name, calls in collectives().items():
-        found[name] = {"ranks": members.get(name, []), "calls": calls[-SHOWN:]}
+        text = group_text(name, members)
+        found[name] = {"ranks": members.get(name, []), "text": text, "calls": calls[-SHOWN:]}
     return {
         "line": line,
         "library": library,

@@ -7,15 +7,17 @@ have reached and others not; or a circle of groups.
 
 from proof.replicas import of_ranks
 
+GONE, ENDED = "is gone", "has ended its script"
 COMPARED = ("all_reduce", "broadcast", "reduce", "reduce_scatter", "all_gather")  # in size, too
 
 
 def screen(everyone, headline):
     """everyone: {rank: what `calls.place` found, with the rank's `left`, `steps`, `backwards`; or
     a text, why there is nothing}."""
+    everyone = dict(sorted(everyone.items()))
     lines = [f"proof: {headline}", ""]
     alike = {}
-    for rank, state in sorted(everyone.items()):
+    for rank, state in everyone.items():
         alike.setdefault("\n".join(standing(state)), []).append(rank)
     for text, ranks in alike.items():
         first, *more = text.split("\n")
@@ -32,31 +34,51 @@ def standing(state):
         return [state]
     counts = f"{state['steps']} steps and {state['backwards']} backward passes so far"
     if state["left"]:
-        return [state["left"], counts]
+        return [leaving(state), counts]
     lines = [state["line"] or "no line of the script", counts]
     if state["library"]:
         lines.append(f"in {state['library']}")
     call = waits_in(state)
     if call:
-        lines.append(f"waits in {call_text(*call)}")
+        lines.append(f"waits in {call_text(*call[1:])}")
     return lines
 
 
+def is_final(everyone):
+    """Whether no rank can go on: each is stuck in a call, or gone."""
+
+    def stays(state):
+        return state.startswith(GONE) if isinstance(state, str) else state["stuck"] or state["left"]
+
+    states = [*everyone.values()]
+    return all(map(stays, states)) and any(isinstance(s, dict) and s["stuck"] for s in states)
+
+
+def leaving(state):
+    """How a rank has left, and the call that it left from."""
+    for group in state["groups"].values():
+        calls = [call for call in group["calls"] if call["line"] == state["line"]]
+        if calls and calls[-1] is group["calls"][-1]:
+            last = f"{what(calls[-1])}, call {calls[-1]['number']}"
+            return f"{state['left']}, in {last} of {group['text']}"
+    return state["left"]
+
+
 def waits_in(state):
-    """(group's name or None, its ranks or None, call or message) that the main thread waits in:
-    of its line, or else the oldest one that is not done."""
+    """(group's name, the group, the call), or (None, None, the message), that the main thread
+    waits in: of its line, or else the oldest one that is not done."""
     pending = [(None, None, m) for m in state["messages"] if not m["done"]]
     for name, group in state["groups"].items():
-        pending += [(name, group["ranks"], c) for c in group["calls"] if not c["done"]]
+        pending += [(name, group, c) for c in group["calls"] if not c["done"]]
     of_line = [found for found in pending if found[2]["line"] == state["line"]]
     return (of_line or pending or [None])[0]
 
 
-def call_text(name, ranks, call):
+def call_text(group, call):
     at = f" at {call['line']}" if call["line"] else ""
-    if ranks is None:
+    if group is None:
         return f"{message_text(call)}{at}"
-    return f"{what(call)}, call {call['number']} of group {group_text(ranks)}{at}"
+    return f"{what(call)}, call {call['number']} of {group['text']}{at}"
 
 
 def message_text(m):
@@ -71,18 +93,18 @@ def what(call):
     return f"{call['operation']} of {call['elements']:,} {call['dtype']}"
 
 
-def group_text(ranks):
-    return f"{' '.join(map(str, ranks))} ({len(ranks)} ranks)"
-
-
 def reasons(everyone):
     """Sentences, the most telling first."""
     there = {rank: state for rank, state in everyone.items() if not isinstance(state, str)}
     found = [f"rank {r}: {state}" for r, state in everyone.items() if isinstance(state, str)]
-    found += [f"rank {r} {s['left']}" for r, s in there.items() if s["left"]]
-    found += [*differing_calls(there)] or [*missing_calls(there)]
-    found += [*unmatched_messages(there)]
-    found += [*circles(there)]
+    left = {}
+    for rank, state in there.items():
+        if state["left"]:
+            left.setdefault(leaving(state), []).append(rank)
+    found += [f"{of_ranks(ranks)} {sentence}" for sentence, ranks in left.items()]
+    differing = [*differing_calls(there)]
+    found += [*differing, *unmatched_messages(there), *circles(there)]
+    found += [] if differing else missing_calls(there)
     for kind, words in (("backwards", "backward passes"), ("steps", "steps")):
         counts = {rank: state[kind] for rank, state in there.items()}
         usual = most([*counts.values()])
@@ -97,11 +119,11 @@ def most(values):
 
 
 def groups_of(there):
-    """{group's name: (its ranks, {rank: {number: call}})}."""
+    """{group's name: (the group, {rank: {number: call}})}."""
     found = {}
     for rank, state in there.items():
         for name, group in state["groups"].items():
-            _, members = found.setdefault(name, (group["ranks"], {}))
+            _, members = found.setdefault(name, (group, {}))
             members[rank] = {call["number"]: call for call in group["calls"]}
     return found
 
@@ -115,7 +137,7 @@ def signature(call):
 
 def differing_calls(there):
     """In each group the first number at which the ranks' calls are not the same."""
-    for ranks, members in groups_of(there).values():
+    for group, members in groups_of(there).values():
         numbers = sorted({number for calls in members.values() for number in calls})
         for number in numbers:
             calls = {rank: by[number] for rank, by in members.items() if number in by}
@@ -130,15 +152,15 @@ def differing_calls(there):
                 at = f" at {call['line']}" if call["line"] else ""
                 texts.setdefault(f"{what(call)}{at}", []).append(rank)
             parts = [f"is {text} on {of_ranks(of)}" for text, of in texts.items()]
-            yield f"call {number} of group {group_text(ranks)} {', '.join(parts)}"
+            yield f"call {number} of {group['text']} {', '.join(parts)}"
             break
 
 
 def missing_calls(there):
     """Calls that some ranks of a group wait in, and others have not made."""
-    for ranks, members in groups_of(there).values():
+    for group, members in groups_of(there).values():
         latest = {rank: max(calls, default=0) for rank, calls in members.items()}
-        latest |= {rank: 0 for rank in ranks if rank in there and rank not in latest}
+        latest |= {rank: 0 for rank in group["ranks"] if rank in there and rank not in latest}
         waiting = [r for r, by in members.items() if any(not call["done"] for call in by.values())]
         if not waiting:
             continue
@@ -146,17 +168,20 @@ def missing_calls(there):
         number = min(open_calls)
         call = members[waiting[0]][number]
         at = f" at {call['line']}" if call["line"] else ""
-        verb = "waits" if len(waiting) == 1 else "wait"
-        places = {}
-        for rank in ranks:
+        behind = {}
+        for rank in group["ranks"]:
             if rank in there and latest[rank] < number:
-                line = there[rank]["left"] or f"is at {there[rank]['line'] or 'no line of its own'}"
-                places.setdefault(f"made {latest[rank]} there and {line}", []).append(rank)
-        for place, behind in places.items():
+                at_line = f"is at {there[rank]['line'] or 'no line of its own'}"
+                end = latest[rank], there[rank]["left"] or at_line
+                behind.setdefault(end, []).append(rank)
+        wait = "waits" if len(waiting) == 1 else "wait"
+        for (count, end), ranks in behind.items():
+            have = "has"
+            if len(ranks) > 1:
+                have, end = "have", end.replace("is at", "are at").replace("has ", "have ", 1)
             yield (
-                f"{of_ranks(sorted(waiting))} {verb} in call {number} of group"
-                f" {group_text(ranks)}, {what(call)}{at}; {of_ranks(behind)}"
-                f" {'has' if len(behind) == 1 else 'have'} {place}"
+                f"{of_ranks(sorted(waiting))} {wait} in call {number} of {group['text']},"
+                f" {what(call)}{at}; {of_ranks(ranks)} {have} made {count} there and {end}"
             )
 
 
@@ -197,16 +222,16 @@ def circles(there):
         if call and call[1] is not None:
             waits[rank] = call
     members = groups_of(there)
-    for rank, (name, ranks, call) in waits.items():
-        for other, (other_name, other_ranks, other_call) in waits.items():
-            if other <= rank or other not in ranks or rank not in other_ranks:
+    for rank, (name, group, call) in waits.items():
+        for other, (other_name, other_group, other_call) in waits.items():
+            if other <= rank or other not in group["ranks"] or rank not in other_group["ranks"]:
                 continue
             has_not = call["number"] not in members[name][1].get(other, {})
             nor_has = other_call["number"] not in members[other_name][1].get(rank, {})
             if name != other_name and has_not and nor_has:
                 yield (
                     f"ranks {rank} and {other} use two groups in another order: rank {rank} waits"
-                    f" in {call_text(name, ranks, call)}, rank {other} in"
-                    f" {call_text(other_name, other_ranks, other_call)}"
+                    f" in {call_text(group, call)}, rank {other} in"
+                    f" {call_text(other_group, other_call)}"
                 )
                 return

@@ -42,7 +42,7 @@ class Measurement(Ledger):
 
     def end(self):
         """Leave, although the script may have entered other modes since."""
-        self.seconds = time.perf_counter() - self.started
+        self.ended = time.perf_counter()
         self.eager(False)
         above = []
         if self not in modes._get_current_dispatch_mode_stack():
@@ -113,7 +113,8 @@ class Measurement(Ledger):
                 peak = max(peak, now)
         messages = [[m.started, m.ended] for m in messages if m.started > self.started]
         spans = [span for span in self.travelled + messages if span[1] is not None]
-        under_way = merged(spans)
+        # A message's callback waits for Python's lock, perhaps until after the step
+        under_way = merged([start, min(end, self.ended)] for start, end in spans)
         hidden = overlap(under_way, merged(self.computed))
         sent = []
         for (operation, name), row in self.sent.items():  # calls, payload, bytes on a ring
@@ -121,7 +122,7 @@ class Measurement(Ledger):
         figures = {
             "sent": sent,
             "held": {kind: storage_bytes(tensors) for kind, tensors in held.items()},
-            "seconds": self.seconds,
+            "seconds": self.ended - self.started,
             "under_way": sum(end - start for start, end in under_way),
             "hidden": hidden,
         }

@@ -5,6 +5,7 @@ import os
 import sys
 import time
 
+from proof.hang import ENDED
 from proof.ledger import human
 from proof.replicas import Judge, of_ranks
 
@@ -55,7 +56,7 @@ class Reporter:
 
     def end(self):
         deadline = time.monotonic() + PATIENCE
-        while self.exchange.of_all("final") is None or None in self.finals().values():
+        while any(self.is_awaited(rank, state) for rank, state in self.finals().items()):
             self.look()
             if time.monotonic() > deadline:
                 break
@@ -69,10 +70,16 @@ class Reporter:
             self.say(f"proof: {text}: it is step {self.options.step} that --step asks for")
         elif not self.differences:
             self.say(f"proof: {steps[-1]} steps, and nothing differs between ranks that should not")
+        failed = [rank for rank, state in finals.items() if state["left"] != ENDED]
+        if failed or len(finals) < self.exchange.world:
+            self.say("proof: the run has failed, and what is said here holds up to then")
         if self.options.json:
             result = {"measured": self.measured, "differences": self.differences, "steps": steps}
             with open(self.options.json, "w") as file:
                 json.dump(result, file, indent=1)
+
+    def is_awaited(self, rank, final):
+        return final is None and not self.exchange.has_died(rank)
 
     def finals(self):
         return {rank: self.exchange.of("final", rank) for rank in range(self.exchange.world)}

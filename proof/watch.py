@@ -30,6 +30,7 @@ from proof.measured import Measurement, Models
 
 ANSWER = 3  # seconds that a rank has to say where it stands
 TICK = 0.5  # seconds between two looks into the store
+LOST = "Connection closed by peer"  # gloo, to whoever waits for a rank that has gone
 TRIES = 3  # of a measurement, if the optimizer left a step out
 
 
@@ -61,9 +62,11 @@ class Watch:
         self.options, self.models, self.messages = options, Models(), calls.Messages()
         self.optimizers, self.lead = weakref.WeakSet(), lambda: None
         self.steps = self.backwards = self.counted = self.last_count = self.tries = 0
-        self.measurement = self.note = self.left = None
+        self.measurement = self.note = self.left = self.left_at = None
         self.losses, self.bad, self.started, self.over = [], {}, False, False
         self.exchange, self.launches = None, False
+        self.progress = self.standing = None  # at the latest look for a hang
+        self.since, self.told, self.stuck = time.monotonic(), False, False
         self.lock = threading.RLock()
 
     def install(self):
@@ -222,13 +225,13 @@ class Watch:
     @harmless
     def fails(self, error):
         """The script has raised an exception on this rank. Say so, with where the others stand."""
-        self.left = sentence_of(error)
+        self.left, self.left_at = sentence_of(error)
         if self.over or self.exchange is None or not self.exchange.connected:
             return
         with self.lock:
             self.tell("final", self.state())
             self.exchange.flush()
-        consequence = isinstance(error, RuntimeError) and "peer" in str(error)
+        consequence = isinstance(error, RuntimeError) and LOST in str(error)
         if not consequence or time.monotonic() - self.exchange.alarmed_at > 10 * ANSWER:
             self.alarm(f"rank {self.exchange.rank} {self.left}")
 
@@ -246,8 +249,8 @@ class Watch:
             self.complete_note()
         error = sys.exc_info()[1]
         if error and not isinstance(error, SystemExit):
-            self.left = self.left or sentence_of(error)
-        self.left = self.left or "has ended its script"
+            self.left, self.left_at = sentence_of(error)
+        self.left = self.left or hang.ENDED
         self.outbox()
         with self.lock, contextlib.suppress(RuntimeError):  # the store may have ended
             self.exchange.connect()
@@ -258,7 +261,8 @@ class Watch:
 
     def state(self):
         place = calls.place(self.messages)
-        return place | {"left": self.left, "steps": self.steps, "backwards": self.backwards}
+        place |= {"left": self.left, "line": self.left_at or place["line"], "stuck": self.stuck}
+        return place | {"steps": self.steps, "backwards": self.backwards}
 
     # --- the thread
 
@@ -295,20 +299,25 @@ class Watch:
             return b""
 
     def look_for_hang(self):
-        """Alarm if this rank has calls that are not done, and none has completed for `patience`."""
+        """Alarm if this rank has calls that are not done, and none has completed for `patience`.
+        It is stuck if its main thread has not moved either."""
         found = calls.collectives(stacks=False).values()
         open_calls = [call for of_group in found for call in of_group if not call["done"]]
         open_messages = [m for m in self.messages.recent if not m.done]
         done = sum(call["done"] for of_group in found for call in of_group)
         newest = sum(of_group[-1]["number"] for of_group in found)
         ended = sum(m.done for m in self.messages.recent), sum(self.messages.counts.values())
-        progress = done, newest, ended
+        progress, standing = (done, newest, ended), calls.standing()
         now = time.monotonic()
-        if progress != getattr(self, "progress", None) or not (open_calls or open_messages):
-            self.progress, self.since, self.told = progress, now, False
-        elif now - self.since > self.options.patience and not self.told:
-            self.told = True
-            self.alarm(f"no collective has completed for {self.options.patience:g} s")
+        if standing != self.standing:
+            self.standing, self.still_since = standing, now
+            self.exchange.see(standing[0])
+        if progress != self.progress or not (open_calls or open_messages):
+            self.progress, self.since, self.told, self.stuck = progress, now, False, False
+            return
+        self.stuck = now - max(self.since, self.still_since) > self.options.patience / 2
+        if now - self.since > self.options.patience and not self.told:
+            self.alarm(f"no collective has completed for {self.options.patience:g} s", ends=True)
 
     def interrupted(self, numbers):
         """Ctrl-C, or torchrun ends this rank, because another one has failed."""
@@ -316,38 +325,53 @@ class Watch:
         ours = signal.getsignal(number) in (self.terminated, signal.default_int_handler)
         if not ours:
             return
+        before = calls.standing()
         if time.monotonic() - self.exchange.alarmed_at > 10 * ANSWER:
             self.alarm(f"rank {self.exchange.rank} got {number.name}")
         time.sleep(1)  # the main thread may be in C, which no signal reaches
-        if number == signal.SIGTERM:
+        if number == signal.SIGTERM or calls.standing() == before and not self.over:
             self.exit(128 + number)
 
     def terminated(self, number, frame):
-        """SIGTERM, where the script does not handle it: the thread ends the process."""
-        time.sleep(4 * ANSWER)
-        self.process_ends(128 + number)
+        """SIGTERM, where the script does not handle it: the thread ends the process. If it can not,
+        a timer does."""
+        says = not self.over and self.exchange is not None and self.exchange.connected
+        timer = threading.Timer(ANSWER * (4 if says else 1), self.exit, [128 + number])
+        timer.daemon = True
+        timer.start()
 
     def answer(self):
+        self.told = True
         self.exchange.answer(self.state())
 
-    def alarm(self, headline):
-        """Have all ranks say where they stand. The one that was first prints it."""
+    def alarm(self, headline, ends=False):
+        """Have all ranks say where they stand. The one that was first prints it, and `ends` the
+        run if no rank can go on."""
         with self.lock, contextlib.suppress(RuntimeError):
             first = self.exchange.alarm()
             self.answer()
-            if first:
-                everyone = self.exchange.answers()
-                states = [s for s in everyone.values() if not isinstance(s, str)]
-                if not all(state["left"] for state in states) or len(states) < len(everyone):
-                    print(hang.screen(everyone, headline), file=sys.stderr, flush=True)
+            if not first:
+                return
+            everyone = self.exchange.answers()
+            states = [s for s in everyone.values() if not isinstance(s, str)]
+            if not all(state["left"] for state in states) or len(states) < len(everyone):
+                print(hang.screen(everyone, headline), file=sys.stderr, flush=True)
+            if ends and hang.is_final(everyone):
+                text = "every rank waits, or is gone, and none can go on: the run ends here"
+                print(f"proof: {text}, with exit code 1", file=sys.stderr, flush=True)
+                self.exit(1)
 
 
 def sentence_of(error):
-    """What an exception left a rank with, and the script's line."""
+    """(what an exception left a rank with, the script's line)."""
     places = traceback.extract_tb(error.__traceback__)
     line = calls.first_line((frame.filename, frame.lineno) for frame in reversed(places))
     text = (str(error).strip().splitlines() or [""])[0]
-    return f"left with {type(error).__name__}: {text[:150]}" + (f" at {line}" if line else "")
+    if LOST in text:  # gloo's sentence names its own source, and a port
+        text = LOST
+    at = f" at {line}" if line else ""
+    kind = type(error).__name__
+    return f"left with {kind}{': ' * bool(text)}{text[:150]}{at}", line
 
 
 def modes_off():
@@ -439,12 +463,26 @@ class Exchange:
                 found[rank] = self.silence(rank)
         return found
 
+    def see(self, line):
+        """Leave the script's line for others, in case this process dies without a word."""
+        if line:
+            self.store.set(f"seen/{self.rank}", line)
+
+    def has_died(self, rank):
+        """Whether a rank's process, on this machine, is no more."""
+        if not self.connected or not self.store.check([f"pid/{rank}"]):
+            return False
+        host, pid = self.store.get(f"pid/{rank}").decode().split()
+        return host == socket.gethostname() and not alive(int(pid))
+
     def silence(self, rank):
         if not self.store.check([f"pid/{rank}"]):
             return "is silent: it has not joined the process group, or died soon after"
         host, pid = self.store.get(f"pid/{rank}").decode().split()
-        if host == socket.gethostname() and not alive(int(pid)):
-            return f"is gone: its process {pid} has died"
+        if self.has_died(rank):
+            seen = self.store.check([f"seen/{rank}"])
+            line = f", last seen at {self.store.get(f'seen/{rank}').decode()}" if seen else ""
+            return f"{hang.GONE}: its process {pid} has died{line}"
         return f"does not answer: its process {pid} on {host} is stopped, or gone"
 
 

@@ -1,8 +1,11 @@
 """Ten planted hangs, each named by the watcher's screen."""
 
 import re
+import subprocess
+import sys
 
 import pytest
+from conftest import ROOT
 from watched import LOOPS, watch
 
 GROUP = r"group 0 1 2 \(3 ranks\)"
@@ -38,3 +41,18 @@ def test_a_hang_is_named(tmp_path, name):
     _, said, _ = watch(tmp_path, script, 3, name, "--patience 1", during=named)
     print(said)
     assert words.search(said), said
+
+
+def test_under_torchrun_a_hung_run_ends():
+    """It says why, and ends with exit code 1. It is read until no process holds its
+    output: no rank is left over."""
+    words = "-m torch.distributed.run --standalone --nproc_per_node=2 -m proof --patience 3".split()
+    words += [str(LOOPS / "planted_hangs.py"), "if_rank_0"]
+    command = ["timeout", "120", sys.executable, *words]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    run = subprocess.run(command, cwd=ROOT, text=True, check=False, **pipes)
+    said = run.stdout
+    assert run.returncode == 1, said
+    group = r"group 0 1 \(2 ranks\)"
+    why = rf"why: call 2 of {group} is all_gather of 8 float at {HERE} on rank 1, is"
+    assert re.search(why, said) and "the run ends here, with exit code 1" in said, said
