@@ -150,9 +150,10 @@ def ring_all_gather(comm, chunks):
 # all_gather_into_tensor, reduce_scatter_tensor)
 #
 # All ranks of the group must call the same collectives in the same order, with the same shapes and
-# dtypes. Not checked, here as in torch.distributed: gloo would fill a part of a buffer, or add the
-# bytes of another tensor, silently. Tensors are contiguous and share no memory. The root is given
-# by its rank in the group. `group` is a group or a Communicator.
+# dtypes. What one rank can see is refused: its output does not fit its own input. What differs
+# between ranks is not checked, as in torch.distributed: gloo would fill a part of a buffer, or add
+# the bytes of another tensor, silently. Tensors are contiguous and share no memory. The root is
+# given by its rank in the group. `group` is a group or a Communicator.
 
 SUM, PRODUCT = dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT
 MIN, MAX = dist.ReduceOp.MIN, dist.ReduceOp.MAX
@@ -162,6 +163,14 @@ OPERATORS = {SUM: torch.add, PRODUCT: torch.mul, MIN: torch.minimum, MAX: torch.
 def communicator_of(group):
     """The communicator of a group, or the one that was given."""
     return group if isinstance(group, Communicator) else Communicator(group)
+
+
+def check_parts(parts, part, size):
+    """Raises ValueError unless `parts` are `size` tensors with as many elements as `part`, and of
+    its dtype."""
+    found, due = [(t.numel(), t.dtype) for t in parts], [(part.numel(), part.dtype)] * size
+    if found != due:
+        raise ValueError(f"the parts must be (elements, dtype) {due}, they are {found}")
 
 
 def broadcast(tensor, *, group=None, group_src=0):
@@ -206,15 +215,19 @@ def scatter(tensor, scatter_list=None, *, group=None, group_src=0):
     """scatter_list[i] of the root into rank i's tensor, straight from the root: a tree would send
     it several times."""
     comm = communicator_of(group)
-    is_root = comm.rank == group_src
-    comm.exchange(dict(enumerate(scatter_list)) if is_root else {}, {group_src: tensor})
+    parts = scatter_list if comm.rank == group_src else []
+    if comm.rank == group_src:
+        check_parts(parts, tensor, comm.size)
+    comm.exchange(dict(enumerate(parts)), {group_src: tensor})
 
 
 def gather(tensor, gather_list=None, *, group=None, group_dst=0):
     """Rank i's tensor into gather_list[i] of the root."""
     comm = communicator_of(group)
-    is_root = comm.rank == group_dst
-    comm.exchange({group_dst: tensor}, dict(enumerate(gather_list)) if is_root else {})
+    parts = gather_list if comm.rank == group_dst else []
+    if comm.rank == group_dst:
+        check_parts(parts, tensor, comm.size)
+    comm.exchange({group_dst: tensor}, dict(enumerate(parts)))
 
 
 @torch.no_grad()
@@ -222,6 +235,7 @@ def all_gather_single(output, input, group=None):
     """Rank i's input into part i of every output. `input` may be its part of `output`."""
     comm = communicator_of(group)
     parts = output.view(-1).tensor_split(comm.size)
+    check_parts(parts, input, comm.size)
     parts[comm.rank].copy_(input.reshape_as(parts[comm.rank]))
     ring_all_gather(comm, parts)
 
@@ -232,6 +246,7 @@ def reduce_scatter_single(output, input, op=SUM, group=None):
     is a part of it."""
     comm = communicator_of(group)
     sums = input.flatten().clone().tensor_split(comm.size)  # the ring adds in place
+    check_parts(sums, output, comm.size)
     ring_reduce_scatter(comm, sums, OPERATORS[op])
     output.copy_(sums[comm.rank].view(output.shape))
 
@@ -242,6 +257,8 @@ def all_to_all_single(output, input, output_split_sizes=None, input_split_sizes=
     comm = communicator_of(group)
     outgoing = input.split(input_split_sizes or len(input) // comm.size)
     incoming = output.split(output_split_sizes or len(output) // comm.size)
+    if input.dtype != output.dtype or not len(outgoing) == len(incoming) == comm.size:
+        raise ValueError(f"input and output must have one dtype and {comm.size} parts each")
     comm.exchange(dict(enumerate(outgoing)), dict(enumerate(incoming)))
 
 

@@ -173,6 +173,38 @@ def test_views(ranks):
     ranks(3, views)
 
 
+def misfits(rank):
+    """Mistakes that one rank can see, with few enough bytes that no rank would fail by itself."""
+    x, whole = torch.ones(4), torch.zeros(12)
+    four = [torch.zeros(4) for _ in range(4)]
+    uneven = [torch.zeros(size) for size in (4, 4, 5)]
+    reduce_scatter, all_to_all = collectives.reduce_scatter_single, collectives.all_to_all_single
+    calls = [
+        lambda: collectives.all_gather_single(whole.int(), x),
+        lambda: collectives.all_gather_single(torch.zeros(13), x),
+        lambda: collectives.all_gather_single(torch.zeros(24), x),
+        lambda: reduce_scatter(x.int(), whole),
+        lambda: reduce_scatter(x.double(), whole),
+        lambda: reduce_scatter(torch.zeros(1), whole),
+        lambda: reduce_scatter(x, torch.zeros(13)),
+        lambda: all_to_all(whole.int(), whole),
+        lambda: all_to_all(whole, whole, [4, 8], [4, 4, 4]),
+        lambda: all_to_all(whole, whole, [4, 4, 4], [4, 4, 4, 0]),
+        lambda: all_to_all(whole, torch.zeros(13)),
+    ]
+    for parts in (four, four[:2], uneven, [part.int() for part in four[:3]]):  # the root sees these
+        calls.append(functools.partial(collectives.scatter, x, parts, group_src=rank))
+        calls.append(functools.partial(collectives.gather, x, parts, group_dst=rank))
+    for call in calls:
+        with pytest.raises(ValueError, match="must"):
+            call()
+    collectives.barrier()  # no message of a refused call is on its way
+
+
+def test_what_one_rank_can_see_is_refused(ranks):
+    ranks(3, misfits)
+
+
 # --- groups
 
 
