@@ -1,7 +1,6 @@
 """context_parallel.py against one process, PyTorch's attention and the formulas of its bytes."""
 
 import contextlib
-import copy
 import math
 from types import SimpleNamespace
 from unittest import mock
@@ -10,9 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import ROOT
 from reference import case
-from tops import refused
 
 import context_parallel as cp
 from receipts import context_parallel as long_context
@@ -204,38 +201,6 @@ def test_work_is_even_in_a_zigzag_only(ranks):
         return tuple(calls)
 
     assert ranks(4, pairs) == list(zip(work(True, 4), work(False, 4)))
-
-
-def test_in_a_model_of_transformers(ranks):
-    """By the page's code: gradients of one process; a mask and a lack of positions are refused."""
-    transformers = pytest.importorskip("transformers")
-    page = (ROOT / "docs" / "learn" / "long-sequences.md").read_text()
-    text = page.partition("## A model of transformers\n")[2].partition("\nDocuments")[0]
-    code = "\n".join(line[4:] for line in text.splitlines() if line[:4] in ("", "    "))
-    sizes = dict(vocab_size=20, hidden_size=16, intermediate_size=16, num_hidden_layers=2)
-
-    def work(rank):
-        torch.manual_seed(0)
-        config = transformers.LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes)
-        whole = transformers.LlamaForCausalLM(config).double()
-        names = vars(cp) | dict(transformers=transformers, F=F, group=dist.group.WORLD, T=9)
-        names |= dict(
-            model=copy.deepcopy(whole), target_count=20, tokens=torch.arange(18).view(2, 9)
-        )
-        names["targets"] = names["tokens"] + 1
-        exec(code, names)
-        logits = whole(names["tokens"]).logits
-        (F.cross_entropy(logits.mT, names["targets"], reduction="sum") / 20).backward()
-        for ours, theirs in zip(names["model"].parameters(), whole.parameters(), strict=True):
-            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-6, atol=1e-8)
-        model, x, place = names["model"], names["x"], names["place"].expand(2, -1)
-        for mask in (torch.ones_like(x), torch.ones(2, 1, 5, 5)):
-            with refused("give the model no"):
-                model(x, position_ids=place, attention_mask=mask)
-        with refused("give the model position_ids"):
-            model(x)
-
-    ranks(2, work)
 
 
 def test_a_kernel_is_for_what_it_takes():

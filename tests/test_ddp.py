@@ -1,8 +1,13 @@
 """ddp.py against PyTorch's DistributedDataParallel, and the pieces it is made of. test_copied.py
 holds it against one process."""
 
+import re
+
 import torch
 import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from conftest import ROOT
 from reference import CONFIGS, plain_forward, train_rank
 
 import ddp
@@ -61,5 +66,75 @@ def test_buckets_start_while_backward_goes_on(ranks):
             assert len(sync.buckets) == 3 and len(sync.works) == early
             assert started[-1] == (2 if overlap else 0)
             sync.finish()
+
+    ranks(2, work)
+
+
+def of_page(*words):
+    """The blocks of docs/learn/data-parallelism.md with these words, one after the other."""
+    page = (ROOT / "docs" / "learn" / "data-parallelism.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
+    return "\n".join(next(block for block in blocks if word in block) for word in words)
+
+
+def contrastive(a, b, temperature):
+    scores, pairs = a @ b.mT * temperature.exp(), torch.arange(len(a))
+    return (F.cross_entropy(scores, pairs) + F.cross_entropy(scores.mT, pairs)) / 2
+
+
+def test_a_contrastive_loss(ranks):
+    """By the page's lines: two encoders and the temperature get one process's gradients, which they
+    do not where the gather has no backward, or where the loss is not divided."""
+
+    images, texts = (torch.randn(8, size, dtype=torch.float64) for size in (5, 6))
+
+    def build():
+        torch.manual_seed(0)
+        encoders = [nn.Linear(size, 4, dtype=torch.float64) for size in (5, 6)]
+        return *encoders, nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+
+    def train(change, rows):
+        image_model, text_model, temperature = build()
+        names = dict(torch=torch, dist=dist, contrastive=contrastive, group=dist.group.WORLD)
+        names |= dict(image_model=image_model, text_model=text_model, temperature=temperature)
+        names |= dict(images=images[rows], texts=texts[rows])
+        exec(change(of_page("class Gather", "contrastive(")), names)
+        parameters = [*image_model.parameters(), *text_model.parameters(), temperature]
+        ddp.sum_gradients(parameters, dist.group.WORLD)
+        return [p.grad for p in parameters]
+
+    def work(rank):
+        rows = slice(4 * rank, 4 * rank + 4)
+        image_model, text_model, temperature = build()
+        contrastive(image_model(images), text_model(texts), temperature).backward()
+        whole = [*image_model.parameters(), *text_model.parameters(), temperature]
+        whole = [p.grad for p in whole]
+        torch.testing.assert_close(train(str, rows), whole, rtol=1e-10, atol=1e-10)
+        for old, new in (
+            (" / dist.get_world_size(group)\n", "\n"),
+            ("dist.all_reduce(total, group=ctx.group)", "pass"),
+        ):
+            wrong = train(lambda code: code.replace(old, new), rows)
+            assert (wrong[-1] - whole[-1]).abs() > 1e-3 or (wrong[0] - whole[0]).abs().max() > 1e-3
+
+    ranks(2, work)
+
+
+def test_batch_norm_of_all_rows(ranks):
+    def work(rank):
+        torch.manual_seed(0)
+        full, weights = torch.randn(2, 6, 3, dtype=torch.float64)
+        norms = [nn.BatchNorm1d(3, dtype=torch.float64) for _ in range(2)]
+        expected = full.clone().requires_grad_()
+        (norms[0](expected) * weights).sum().backward()
+        x = full.chunk(2)[rank].clone().requires_grad_()
+        names = dict(torch=torch, dist=dist, group=dist.group.WORLD, batch_norm=norms[1], x=x)
+        exec(of_page("class Gather", "batch_norm("), names)
+        (names["y"] * weights.chunk(2)[rank]).sum().backward()
+        ddp.sum_gradients(norms[1].parameters(), dist.group.WORLD)
+        torch.testing.assert_close(x.grad, expected.grad.chunk(2)[rank], rtol=1e-10, atol=1e-10)
+        for ours, theirs in zip(norms[1].parameters(), norms[0].parameters()):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-10, atol=1e-10)
+        assert all(torch.allclose(a, b) for a, b in zip(norms[1].buffers(), norms[0].buffers()))
 
     ranks(2, work)

@@ -56,7 +56,7 @@ CEILINGS = {
     "receipts proof": 5400,  # 3,800 once no lesson needs a receipt
     "simulator": 2000,
     "exercises": 310,
-    "tests": 14150,
+    "tests": 14350,
     "benchmarks": 2510,
 }
 DEMO = "# --- demo ---"
