@@ -4,6 +4,7 @@ one process."""
 import functools
 import importlib.util
 import itertools
+import sys
 import textwrap
 
 import pytest
@@ -327,13 +328,16 @@ def code_of(heading):
     return "\n".join(line[4:] for line in lines if line.startswith("    ") or not line)
 
 
+@pytest.mark.parametrize("one_file", [False, True])
 @pytest.mark.parametrize("heading, model, rows", SECTIONS)
-def test_usage_of_two_techniques(copied, heading, model, rows):
-    """The page's blocks, with all tops in one file."""
+def test_usage_of_two_techniques(copied, heading, model, rows, one_file):
+    """The page's blocks, with the page's own imports, beside all tops or with these in one file."""
     tops = in_one_file(TOPS.split())  # once for all ranks
 
     def work(rank):
-        names = vars(tops) | dict(F=F)
+        names = {}
+        if one_file:
+            sys.modules.update(dict.fromkeys(TOPS.split(), tops))
         exec(code_of("Groups"), names)
         exec(code_of("Tensor parallelism and DDP").partition("\n\n")[0], names)  # split
         islands, use = 1 + ("DiLoCo" in heading), OneProcess(MODELS[model](), "AdamW")
