@@ -29,6 +29,7 @@ Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054. Zhao et al. 2023, PyTorch FSDP,
 """
 
 import argparse
+import sys
 from functools import partial
 from itertools import pairwise
 
@@ -157,6 +158,8 @@ class FSDP(ZeRO):
             module.register_state_dict_pre_hook(refuse)
             module.register_load_state_dict_pre_hook(refuse)
             module._apply = module.__deepcopy__ = refuse  # .to() and the like call _apply
+        if "torch._dynamo" in sys.modules:
+            torch.compiler.reset()  # else what was compiled and has run would not call these hooks
 
     def kind_of(self, p):
         return *super().kind_of(p), self.units_of.get(p)

@@ -340,6 +340,28 @@ class Layer(nn.Linear):
         return x + F.linear(x, self.weight if self.trained else self.weight.detach())
 
 
+def test_fsdp_of_what_was_compiled_and_has_run(ranks):
+    """Else its code would not call FSDP's hooks, and read weights without memory."""
+
+    def work(rank):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+        x, whole = torch.ones(3, 4, dtype=torch.float64), []
+        for i, layer in enumerate(model):
+            model[i] = torch.compile(layer, backend="eager")
+        (model(x).sum() * 2).backward()
+        for p in model.parameters():
+            whole.append(p.grad)
+            p.grad = None
+        sharded = fsdp.FSDP(model, dist.group.WORLD, torch.optim.SGD)
+        model(x).sum().backward()
+        sharded.finish()
+        copies = [p.grad for _, p in sharded.gather_full(model.named_parameters())]
+        torch.testing.assert_close(copies, whole)
+
+    ranks(2, work)
+
+
 def test_fsdp_reduces_in_the_order_of_backward(ranks):
     """Also of units registered in another order, one of them with a gradient on rank 1 only."""
     order = 0, 1, 2, 5, 4, 3  # in which layers run
