@@ -163,7 +163,7 @@ class Ring(nn.Module):
     These give wrong numbers without an error. Tokens that are cut otherwise, as by chunk(): the
     rank alone says which keys a query sees. q, k and v as (B, T', H, D). Behind the attention
     interface of transformers: a mask, because a ring never sees it, and position_ids that were left
-    out. There refuse both: docs/learn/long-sequences.md shows how."""
+    out. There refuse both: docs/use/transformers.md shows how."""
 
     def __init__(self, group, zigzag=True):
         super().__init__()
