@@ -110,22 +110,32 @@ def run_layouts(count, chance, seconds):
     text, counts = write_text(pathlib.Path(tempfile.mkdtemp())), collections.Counter()
     while counts["right"] + counts["wrong"] < count:
         flags = product.random_command(chance)
-        try:
-            word, said = "refused", product.refusal(flags)
-            if said is None:
-                args = arguments(text, flags)
-                check_receipts(on_ranks(ranks_of(flags), run_layout, args, timeout=seconds), args)
-                word = "right"
-        except Exception:
-            word, said = "wrong", traceback.format_exc()
-            if "harness.refusal.Refused" in said:  # it depends on the text
-                word = "refused"
+        word, said = "refused", product.refusal(flags)
+        if said is None:
+            word, said = run_layout_once(text, flags, seconds)
+        if word == "wrong":
+            print(f"wrong: {flags}\n{said[-4000:]}", flush=True)
+            # AdamW's step of a gradient near 0 enlarges rounding. What is wrong is so again with
+            # other weights
+            word, _ = run_layout_once(text, f"{flags} --seed 4", seconds)
+            if word == "right":
+                print("right with another --seed: rounding", flush=True)
         counts[word] += 1
         if word == "right" and counts[word] % 50 == 0:
             print(dict(counts), flush=True)
-        if word == "wrong":
-            print(f"wrong: {flags}\n{said[-4000:]}", flush=True)
     return counts
+
+
+def run_layout_once(text, flags, seconds):
+    """("right", ""), or "wrong" or "refused" with what was said."""
+    try:
+        args = arguments(text, flags)
+        check_receipts(on_ranks(ranks_of(flags), run_layout, args, timeout=seconds), args)
+        return "right", ""
+    except Exception:
+        said = traceback.format_exc()
+        # Refused now: it depends on the text
+        return "refused" if "harness.refusal.Refused" in said else "wrong", said
 
 
 def main():
