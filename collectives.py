@@ -350,6 +350,8 @@ def hierarchical_all_reduce(comm, x, combine, node_size=None):
     it with the ranks at its place in the other nodes: few slow rounds, with 1/node_size of the
     bytes. Last, all-gather inside each node."""
     node_size = node_size or (1 if comm.size % 2 else 2)
+    if comm.size % node_size:  # else the last node's ranks would wait for ever
+        raise ValueError(f"nodes of {node_size} ranks don't divide {comm.size} ranks")
     place = comm.rank % node_size
     inside = comm.among(range(comm.rank - place, comm.rank - place + node_size))
     across = comm.among(range(place, comm.size, node_size))

@@ -30,7 +30,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-IGNORE = -1  # a target with this value adds nothing to the loss (torch's default: -100)
+IGNORE = -100  # a target with this value adds nothing to the loss (torch's default, too)
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,9 @@ Backward  The backward of the all-gather is a reduce-scatter: every rank has a p
           reduce-scatter is an all-gather: every rank's partial result entered the sum of every
           token, so it needs every token's gradient.
 Limits    Use it whenever t > 1 and t divides T. It sends the same bytes as tensor parallelism, in
-          twice as many messages, and it saves memory and repeated work. How much a block holds:
-          docs/learn/tensor-parallelism.md.
+          twice as many messages, and it saves memory and repeated work. The gathered inputs of qkv
+          and up stay whole for backward here (the paper gathers them again). How much a block
+          holds: docs/learn/tensor-parallelism.md.
 
     torchrun --nproc_per_node=4 sequence_parallel.py   (needs model.py, to train and prove itself)
 

@@ -20,9 +20,10 @@ Backward  Leave's is the identity: each partial sum is a term of y, so it gets y
           sum, which makes the gradient of x complete, and equal on all ranks, for earlier layers.
 Limits    Every layer waits for its messages. With t = 8, C = 8192, 16 bits and 400 TFLOP/s, that is
           0.17 of the matmuls' time at 450 GB/s, and 1.5 of it at 50 GB/s: stay within a machine. A
-          rank holds 1/t of the matrices, of their gradients and optimizer states, and of what
-          attention and MLP keep for backward. Dropout needs equal masks on all ranks in the
-          residual stream, different ones on heads and hidden units. (model.py's sees to that.)
+          rank holds 1/t of the matrices, of their gradients and optimizer states, and of the heads
+          and hidden units that backward needs. What lies between the layers, (B, T, C), is whole
+          everywhere. Dropout needs equal masks on all ranks in the residual stream, different ones
+          on heads and hidden units. (model.py's sees to that.)
           More: docs/learn/tensor-parallelism.md.
 
     torchrun --nproc_per_node=4 tensor_parallel.py     (needs model.py, to train and prove itself)

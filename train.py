@@ -22,7 +22,7 @@ layout has the same loss curve, to rounding; only islands have their own. Of a m
 million parameters three steps are compared with one process (--prove). docs/use/choose.md says
 which layout to take. Without torchrun train.py starts the processes itself.
 
-To copy: `mesh`, `build` as a recipe, and `train_step`. trainer/runner.py has its forward_backward.
+To read: `mesh`, `build` as a recipe, and `train_step`. trainer/runner.py has its forward_backward.
 
     torchrun --nproc_per_node=8 train.py --dp 2 --tp 2 --pp 2
     python train.py --dp 2 --cp 2 --tp 2 --pp 2 --ep 4 --experts 8 --sp --zero 1     # 16 ranks
