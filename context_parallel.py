@@ -161,9 +161,9 @@ class Ring(nn.Module):
     rank has most of the work.
 
     These give wrong numbers without an error. Tokens that are cut otherwise, as by chunk(): the
-    rank alone says which keys a query sees. q, k and v as (B, T', H, D). Behind the attention
-    interface of transformers: a mask, because a ring never sees it, and position_ids that were left
-    out. There refuse both: docs/use/transformers.md shows how."""
+    rank alone says which keys a query sees. q, k and v as (B, T', H, D). As an attention function
+    of transformers: a mask, because a ring never sees it, and position_ids that were left out. Have
+    yours raise for both, as docs/use/transformers.md does."""
 
     def __init__(self, group, zigzag=True):
         super().__init__()

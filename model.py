@@ -510,7 +510,8 @@ def text_batch(step, rows, context, device):
 
 
 class Sent(TorchDispatchMode):
-    """Within `with sent:` counts this rank's messages, below all code that calls torch.
+    """Within `with sent:` counts this rank's messages and their sizes, below all code that calls
+    torch. What the backend makes of a collective it does not see: bytes are those of a ring.
 
     calls  {operation: how many}
     bytes  sent, if the n ranks of an operation form a ring: 2 (n-1)/n of an all-reduce's tensor,

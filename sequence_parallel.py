@@ -21,7 +21,7 @@ Backward  The backward of the all-gather is a reduce-scatter: every rank has a p
           all tokens; they are summed, and each rank keeps its own tokens'. The backward of the
           reduce-scatter is an all-gather: every rank's partial result entered the sum of every
           token, so it needs every token's gradient.
-Limits    Use it whenever t > 1 and t divides T. It sends the same bytes as tensor parallelism, in
+Limits    Use it whenever t > 1 and t divides T. Its layers send the bytes of tensor parallelism, in
           twice as many messages, and it saves memory and repeated work. The gathered inputs of qkv
           and up stay whole for backward here (the paper gathers them again). How much a block
           holds: docs/learn/tensor-parallelism.md.

@@ -22,8 +22,8 @@ Limits    Every layer waits for its messages. With t = 8, C = 8192, 16 bits and 
           0.17 of the matmuls' time at 450 GB/s, and 1.5 of it at 50 GB/s: stay within a machine. A
           rank holds 1/t of the matrices, of their gradients and optimizer states, and of the heads
           and hidden units that backward needs. What lies between the layers, (B, T, C), is whole
-          everywhere. Dropout needs equal masks on all ranks in the residual stream, different ones
-          on heads and hidden units. (model.py's sees to that.)
+          everywhere. Dropout needs equal masks on all ranks in the residual stream (model.py's has
+          them, and no other dropout), different ones on heads and hidden units.
           More: docs/learn/tensor-parallelism.md.
 
     torchrun --nproc_per_node=4 tensor_parallel.py     (needs model.py, to train and prove itself)

@@ -22,9 +22,10 @@ Sent      Gradients are reduce-scattered: a rank gets its shard of their sum. Ne
 Backward  The model's own. Each rank's loss is the sum over its targets, divided by the number of
           targets of all ranks (ddp.py's count_targets). So the gradients add up to that of the
           batch.
-Use       Stage 1 instead of DDP: it sends the same bytes, and holds 1/N of the optimizer. Stage 2
-          if m = 1 (it sends the same, and holds less), or where gradients don't fit. Not with an
-          optimizer that needs whole matrices. For more: docs/learn/memory.md.
+Use       Stage 1 instead of DDP: it sends the same bytes, and holds 1/N of the optimizer. (The
+          gather comes after the step, and here nothing hides it.) Stage 2 if m = 1 (it sends the
+          same, and holds less), or where gradients don't fit. Not with an optimizer that needs
+          whole matrices. For more: docs/learn/memory.md.
 
     torchrun --nproc_per_node=4 zero.py                (needs model.py, to train and prove itself)
 
@@ -57,9 +58,10 @@ class PlainZeRO:
     step()       ends it
 
     All ranks start with equal weights. The optimizer sees one flat shard: it can't leave vectors
-    out of weight decay, for example. When backward ends, a rank has two whole copies of the
-    gradients, each p.grad and what is sent: more than DDP. So the saving is between passes only.
-    ZeRO, below, never holds more than two buckets of them in stage 2."""
+    out of weight decay, for example. Its states are 1/N throughout. But in reduce() a rank has two
+    whole copies of the gradients, each p.grad and what is sent: more than DDP. So stage 2 saves
+    gradients between passes only. ZeRO, below, holds about two buckets of them, where gradients
+    come in the reverse order of the parameters."""
 
     def __init__(self, model, group, make_optimizer):
         self.group, self.parameters = group, list(model.parameters())

@@ -16,8 +16,9 @@ Groups    Over which ranks is a parameter's gradient summed? Over a column: its 
 Norm      Every element counts once. A rank squares its part of each gradient and divides by the
           number of ranks that have the same part. All ranks of the grid add these up, and then
           the stages of a pipeline do.
-Sent      As by each alone, but data parallelism sends only a rank's shards. For the norm 8 bytes
-          per group. What sends most goes into the rows, on neighbours in a node: here tp.
+Sent      As by each alone, but data parallelism sends only a rank's shards. For the norm
+          2 r 8 bytes per group, r = (n-1)/n of its n ranks. What sends most goes into the rows, on
+          neighbours in a node: here tp.
 
     torchrun --nproc_per_node=4 -m advanced.composition
 

@@ -25,6 +25,7 @@ Hidden    Without a pipeline the backward of each micro-batch is beside the forw
           forwards and the last backwards have no partner: 1 - (5p - 1) / 4m, on average over ranks.
           A wait in a pair is hidden if the partner has enough work.
 Limits    Without experts nothing is hidden: take zb-v. A pair needs the temporary memory of both.
+          Before each dispatch the host waits for an exchange of counts, which is not hidden.
 
     torchrun --nproc_per_node=4 -m advanced.dualpipe
     (needs model.py, mixture.py, pipeline.py, zero_bubble.py, expert_parallel.py)

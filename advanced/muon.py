@@ -118,7 +118,7 @@ def update_of(direction, p, rows, dtype):
     matrices = direction.reshape(-1, rows, direction.shape[-1])  # one, or a stack of them
     # U V^T has the root mean square 1 / sqrt(longer side)
     scale = 0.2 * max(matrices.shape[-2:]) ** 0.5
-    return scale * orthogonalize(matrices, dtype).view(direction.shape)
+    return scale * orthogonalize(matrices, dtype).reshape(direction.shape)
 
 
 # --- data parallelism in its plainest form: each matrix has one owner, which steps for all

@@ -14,7 +14,7 @@ Asynchronous  The server takes a step with each gradient, as soon as it comes. S
               So each run differs. (The demo writes down the order of the pushes, and one process
               repeats it.) To keep staleness within a bound, the server makes workers wait for
               weights. Each worker has a fixed share of the batches. So a short delay is hidden, but
-              a worker that is always slow holds up the end.
+              a worker that is always slow holds up all others.
 Sent          A worker pushes P e bytes of gradients and pulls P e bytes of weights: P parameters of
               e bytes each. The server sends (N-1) P e per step to the other N-1 ranks, or P e if
               asynchronous. If every rank served 1/N of the weights, this would be ZeRO stage 1.

@@ -15,8 +15,8 @@ dx and waits. But dW and db don't need what it sends:
 
 So Enter and the layers behind it become one autograd function, because within one function we
 choose the order. gather_again is the paper's own form (Korthikanti et al. 2022): hold this rank's
-T/t tokens of x until backward, instead of all T, and gather them once more. All else that is sent
-is as in those files.
+T/t tokens of x until backward, instead of all T, and gather them once more: (t-1)/t B T C e bytes
+for each Enter. All else that is sent is as in those files.
 
 When is it hidden? Let N be the outputs of all layers behind one Enter, before the cut. dW takes
 2 B T C N/t operations, and the all-reduce sends 2 B T C e (t-1)/t bytes. At s operations and w

@@ -17,10 +17,10 @@ Schedules zb-h1  1F1B's memory, and a third of its bubble
           zb-v   no bubble, 1F1B's memory; two stages per rank, so twice as many messages
 Sent      As in pipeline.py: b T C e bytes per micro-batch, boundary and direction.
 Limits    "No bubble" needs F = I = W and at least 2 p - 1 micro-batches on p ranks. It is between a
-          rank's first action and its last. The waits before and after stay, unless a rank begins
-          the next step while others work, and clipping excludes that: its norm waits for all. So a
-          step with zb-h2 is no faster than with zb-h1, and slower with few micro-batches (p = m =
-          8: 34 units, zb-h1 31). What is not split: docs/learn/pipelines.md.
+          rank's first action and its last. The waits before and after stay, because clipping's
+          norm waits for all ranks. (The papers' ranks step on a partial norm, and undo the step if
+          the whole one says so: not here.) So a step with zb-h2 is no faster than with zb-h1, and
+          slower with few micro-batches (p = m = 8: 34 units, zb-h1 31). docs/learn/pipelines.md.
 
     torchrun --nproc_per_node=4 -m advanced.zero_bubble    (needs model.py and pipeline.py)
 
