@@ -11,11 +11,11 @@ SGD with Nesterov momentum, subtracts the mean: one step from the old weights to
 This is not ddp.py's loss curve. The demo compares with one process that plays all islands.
 
 Sent      Every H steps an outer gradient of P elements of e bytes. `outer_step` all-reduces it: 1/H
-          of what ddp.py sends. The class DiLoCo all-gathers it, (N-1) (P e + 16) bytes: so all of
-          N islands add the same numbers in the same order, and get the same bits. It can also
-          stream: K parts of the model take turns, and each message is about 1/K as large. Or
-          delay: D more inner steps hide a message. The island then goes on from the mean of the
-          outer weights and its own.
+          of what ddp.py sends. The class DiLoCo all-gathers it in K parts, (N-1) (P e + 16 K)
+          bytes: so all of N islands add the same numbers in the same order, and get the same bits.
+          K is 1, unless it streams: then the parts take turns, and each message is about 1/K as
+          large. Or delay: D more inner steps hide a message. The island then goes on from the mean
+          of the outer weights and its own.
 Limits    An island also holds old weights, outer momentum, and N messages. Buffers and inner
           optimizers' states are not averaged. For fast links take ddp.py. More, such as
           what it costs in loss: docs/learn/diloco.md.
@@ -43,9 +43,9 @@ def outer_step(parameters, old, outer, group):
     such as torch.optim.SGD(old, lr=0.7, momentum=0.9, nesterov=True): after every H steps. old:
     copies of the parameters after the last outer step, equal on all islands.
 
-    Not checked: that the islands start equal (DiLoCo checks it), and count their steps alike. If
-    `every` does not divide the number of steps, the islands end different. (All in p's dtype: for
-    16 bits take DiLoCo.)"""
+    Not checked: that the islands start equal (DiLoCo checks it), and count their steps alike. After
+    steps that no outer step follows the islands end different. (All in p's dtype: for 16 bits take
+    DiLoCo.)"""
     pairs = list(zip(old, parameters))
     for old_p, p in pairs:
         old_p.grad = old_p - p.detach()  # SGD subtracts it: a step from old towards p
@@ -296,7 +296,7 @@ def train(form, parts, delay, args, device):
         heads = sum(
             next(p for p in played if p.offset == part.offset).sends for part in diloco.parts
         )
-        formula = "(N-1) (P e + 16), every H steps", (n - 1) * (size + 16 * heads)
+        formula = "(N-1) (P e + 16 K), every H steps", (n - 1) * (size + 16 * heads)
     ones[island].prove(sent, *formula)
 
 

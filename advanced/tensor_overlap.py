@@ -106,8 +106,8 @@ class EnterAndProject(nn.Module):
 
     def forward(self, x):
         weights, biases = zip(*((layer.weight, layer.bias) for layer in self.layers))
-        # Under torch.compile, which orders a block's backward itself, and where a tensor subclass
-        # replaces F.linear (zero_bubble.py), Enter itself. Only EnterLinears can gather again
+        # Under torch.compile, which orders a block's backward itself, and where a mode or a tensor
+        # subclass replaces F.linear (zero_bubble.py), Enter itself. Only EnterLinears gathers again
         plain = torch.compiler.is_compiling() or has_torch_function((x,))
         if plain and not self.gather_again:
             return Outputs(zip(self.layers, linears(self.enter(x), weights, biases)))
