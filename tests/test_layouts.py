@@ -99,8 +99,10 @@ def arguments(text, flags):
     args = parser().parse_args(f"{BASE} {flags} --data {text}".split())
     if like and args.family != "llama":
         raise harness.Refused(f"{like[0]} differs from Llama: use --family llama")
-    shape = LIKE[like[1]] if like else None
-    with mock.patch.object(pretrained, "shape_of", lambda args: shape):
+    shape_of = pretrained.shape_of
+    if like:
+        shape_of = lambda args: LIKE[like[1]]  # noqa: E731
+    with mock.patch.object(pretrained, "shape_of", shape_of):
         args, _ = train.prepare(args)
     return args
 
