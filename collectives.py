@@ -215,8 +215,9 @@ def scatter(tensor, scatter_list=None, *, group=None, group_src=0):
     """scatter_list[i] of the root into rank i's tensor, straight from the root: a tree would send
     it several times."""
     comm = communicator_of(group)
-    parts = scatter_list if comm.rank == group_src else []
+    parts = []
     if comm.rank == group_src:
+        parts = scatter_list
         check_parts(parts, tensor, comm.size)
     comm.exchange(dict(enumerate(parts)), {group_src: tensor})
 
@@ -224,8 +225,9 @@ def scatter(tensor, scatter_list=None, *, group=None, group_src=0):
 def gather(tensor, gather_list=None, *, group=None, group_dst=0):
     """Rank i's tensor into gather_list[i] of the root."""
     comm = communicator_of(group)
-    parts = gather_list if comm.rank == group_dst else []
+    parts = []
     if comm.rank == group_dst:
+        parts = gather_list
         check_parts(parts, tensor, comm.size)
     comm.exchange({group_dst: tensor}, dict(enumerate(parts)))
 

@@ -25,7 +25,7 @@ Limits    Plain data parallelism, with all experts on every rank, sends 4 r E H 
           for them (two matrices of hidden width H), and no rows. That is less once a rank has more
           than E H / k tokens a step (docs/learn/experts.md).
 
-    torchrun --nproc_per_node=4 expert_parallel.py      (needs model.py, mixture.py to prove itself)
+    torchrun --nproc_per_node=4 expert_parallel.py           (needs model.py and mixture.py)
 
 GShard (arXiv:2006.16668, section 2.2); Switch (2101.03961, 2.2); MegaBlocks (2211.15841).
 """

@@ -122,7 +122,7 @@ class FSDP(ZeRO):
     It is ZeRO's stage 2, but that weights come and go. So a step is as there. Two more options:
 
     units    modules, in the order of forward; None: default_units(model)
-    reshard  False: weights stay from forward to backward. It sends about a third less
+    reshard  False: weights stay from forward to backward: about a third less is sent, all is held
 
     A unit's parameters have memory inside its forward and backward only. Elsewhere state_dict(),
     .to() and deepcopy of a module raise; reading a parameter itself, as p.detach().clone() does,

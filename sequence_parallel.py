@@ -26,7 +26,7 @@ Limits    Use it whenever t > 1 and t divides T. Its layers send the bytes of te
           and up stay whole for backward here (the paper gathers them again). How much a block
           holds: docs/learn/tensor-parallelism.md.
 
-    torchrun --nproc_per_node=4 sequence_parallel.py   (needs model.py, to train and prove itself)
+    torchrun --nproc_per_node=4 sequence_parallel.py     (needs model.py and tensor_parallel.py)
 
 Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2 (g: the gather, g-bar: the reduce-scatter).
 """

@@ -1,8 +1,8 @@
 """DualPipe hides the experts' all-to-alls: a micro-batch computes while another's tokens travel.
 
-Read zero_bubble.py and expert_parallel.py first. A mixture's layer waits for four all-to-alls:
-tokens go to their experts and come back, in forward and in backward. Here a rank runs the backward
-of one micro-batch and the forward of another at the same time, a pair. A ~ is such a wait:
+Read zero_bubble.py and expert_parallel.py first. A mixture's layer waits for four all-to-alls: to
+the experts and back, in forward and in backward. Here a rank runs one micro-batch's backward and
+another's forward at the same time, a pair. A ~ is such a wait:
 
     backward    ~~~~~~~~~ experts   ~~~~~~~~~ attention ~~~~~~~~~ experts   ~~~~~~~~~ attention
     forward     attention ~~~~~~~~~ experts   ~~~~~~~~~ attention ~~~~~~~~~ experts   ~~~~~~~~~
@@ -13,8 +13,8 @@ stage, the one nearer the loss:
     rank 0   F0 F1 F2 F0' I0' W0' F1' (F3 B1') (F2' B0) B2' (F3' B1) B3' I2 W2 I3 W3
     rank 1   F0 F0' F1 F1' (F2 B0') (F2' B0) (F3 B1') (F3' B1) B2' B2 I3' I3 W3' W3
 
-This is DualPipeV: DeepSeek's DualPipe, folded at its middle, so that each stage is on one rank. A
-rank has an early and a late stage: a forward of one pairs with a backward of the other.
+This is DualPipeV: DeepSeek's DualPipe, folded so that each stage is on one rank. A rank has an
+early and a late stage: a forward of one pairs with a backward of the other.
 
 Order     A pair is two threads, of which one runs at a time. Before a thread waits for a message
           it calls turn(), and the other runs. So all ranks send in the same order. On a GPU both
@@ -23,9 +23,9 @@ Sent      As without overlap: zb-v's messages, and expert_parallel.py's rows.
 Hidden    Without a pipeline the backward of each micro-batch is beside the forward of the next: of
           m micro-batches 1 - 1/m of the waits are in pairs. In a pipeline of p ranks the first
           forwards and the last backwards have no partner: 1 - (5p - 1) / 4m, on average over ranks.
-          A wait in a pair is hidden if the partner has enough work.
+          A wait in a pair is hidden if the partner has enough work, but that for an exchange of
+          counts before each dispatch never is.
 Limits    Without experts nothing is hidden: take zb-v. A pair needs the temporary memory of both.
-          Before each dispatch the host waits for an exchange of counts, which is not hidden.
 
     torchrun --nproc_per_node=4 -m advanced.dualpipe
     (needs model.py, mixture.py, pipeline.py, zero_bubble.py, expert_parallel.py)

@@ -115,12 +115,13 @@ class DocumentRing(Ring):
         self.check(q, k, v, self.chunks)
         check_starts(starts, q, self.n)
         where = self.rank, self.n, q.shape[2], self.zigzag
-        # Once for all layers, and for those that run again in backward: it stays with its batch.
-        # (starts may be changed in place.)
-        of_where, of_starts, _ = getattr(starts, "known_plan", (None, starts, None))
-        if not torch.equal(starts, of_starts) or where != of_where:
-            starts.known_plan = where, starts.clone(), find_plan(*where, starts, q.device)
-        *_, plan = starts.known_plan
+        # Once for all layers. The plan stays with its batch: a layer that runs again in backward
+        # finds it there, although other batches came between. starts may be changed in place
+        known_where, known_starts, plan = getattr(starts, "known_plan", (None, starts, None))
+        unchanged = torch.equal(starts, known_starts)
+        if where != known_where or not unchanged:
+            plan = find_plan(*where, starts, q.device)
+            starts.known_plan = where, starts.clone(), plan
         # All rows as one, (1, H, B T', D): so a tile of one row is a run of tokens
         q, k, v = (t.transpose(0, 1).flatten(1, 2).unsqueeze(0) for t in (q, k, v))
         y = DocumentRingAttention.apply(q, k, v, self.group, plan)

@@ -116,8 +116,9 @@ def run_layouts(count, chance, seconds):
         if word == "wrong":
             print(f"wrong: {flags}\n{said[-4000:]}", flush=True)
             # AdamW's step of a gradient near 0 enlarges rounding. What is wrong is so again with
-            # other weights
-            word, _ = run_layout_once(text, f"{flags} --seed 4", seconds)
+            # other weights. An exception, on any rank, is no rounding
+            if "--optimizer adamw" in flags and said.endswith("\nAssertionError\n"):
+                word, _ = run_layout_once(text, f"{flags} --seed 4", seconds)
             if word == "right":
                 print("right with another --seed: rounding", flush=True)
         counts[word] += 1

@@ -97,14 +97,12 @@ def arguments(text, flags):
     like = re.search(r"--like (\S+)", flags)
     flags = flags.replace(like[0], "") if like else flags
     args = parser().parse_args(f"{BASE} {flags} --data {text}".split())
-    if like and args.family != "llama":
+    if not like:
+        return train.prepare(args)[0]
+    if args.family != "llama":
         raise harness.Refused(f"{like[0]} differs from Llama: use --family llama")
-    shape_of = pretrained.shape_of
-    if like:
-        shape_of = lambda args: LIKE[like[1]]  # noqa: E731
-    with mock.patch.object(pretrained, "shape_of", shape_of):
-        args, _ = train.prepare(args)
-    return args
+    with mock.patch.object(pretrained, "shape_of", lambda args: LIKE[like[1]]):
+        return train.prepare(args)[0]
 
 
 def run_layout(rank, args, broken=None):
