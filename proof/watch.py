@@ -226,9 +226,13 @@ class Watch:
     def fails(self, error):
         """The script has raised an exception on this rank. Say so, with where the others stand."""
         self.left, self.left_at = sentence_of(error)
-        if self.over or self.exchange is None or not self.exchange.connected:
+        if self.over:
             return
+        self.outbox()
         with self.lock:
+            self.exchange.connect()  # the thread may not have come to it yet
+            if not self.exchange.connected:
+                return
             self.tell("final", self.state())
             self.exchange.flush()
         consequence = isinstance(error, RuntimeError) and LOST in str(error)
@@ -274,7 +278,8 @@ class Watch:
         tick, looked = min(TICK, self.options.patience / 4), 0.0
         self.reads.settimeout(tick)
         with contextlib.suppress(RuntimeError):  # the store has ended, and the run with it
-            self.exchange.connect()
+            with self.lock:
+                self.exchange.connect()
             while not self.over:
                 numbers = self.wait()
                 if self.over:
