@@ -29,7 +29,7 @@ def expected(sizes, group, scatter, scalars=1, partial=True):
     if recompute in WHOLE_BLOCKS:
         gathers += layers * blocks
         scatters += repeated(sizes) * blocks
-    elif recompute == "selective" and keep:  # it runs the norms again
+    elif recompute == "selective" and keep and not config.norm_after:  # it runs norms again
         gathers += blocks
         if config.mlp == "gelu" and not config.experts:
             gathers += blocks

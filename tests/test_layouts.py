@@ -40,6 +40,7 @@ VARIANTS = {
     "sgd": SGD,
     "odd": f"--context 15 {SGD}",
     "13-tokens": "--context 13",
+    "olmo2": "--family llama --like olmo2 --kv-heads 2",
     "odd-biases": f"--hidden 25 --heads 2 --width 12 {SGD}",  # small buckets have odd sizes
     "by-3": "--family llama --heads 6 --kv-heads 3 --width 36 --hidden 50 --context 9",
     "a-token-each": f"--heads 6 --width 36 --hidden 50 --context 3 {SGD}",
