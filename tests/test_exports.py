@@ -185,6 +185,8 @@ def fine_tuned(ranks, flags):
 
 def trainer_losses(model, folder, rows, lr):
     """Those of transformers' Trainer, which trains the model on the same rows."""
+    import accelerate
+
     labels = rows.clone()
     labels[:, :, 0] = -100  # no token comes before it: it is no target
     data = [dict(input_ids=x, labels=y) for x, y in zip(rows.flatten(0, 1), labels.flatten(0, 1))]
@@ -195,6 +197,8 @@ def trainer_losses(model, folder, rows, lr):
     arguments = transformers.TrainingArguments(folder, **options)
     trainer = transformers.Trainer(model, arguments, train_dataset=data)
     trainer.train()
+    # It is a state of this process. Ranks that a later test forks would take it for theirs
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
