@@ -258,7 +258,8 @@ def data_parallel(run, model, groups):
         run.make_optimizer = receipts.muon.one_process(muon.PlainMuon)  # --prove trains with it
         matrices = [p for part in stages.values() for p in part.blocks.parameters() if p.dim() > 1]
         options = dict(lr=args.lr, weight_decay=args.weight_decay, microbatches=args.microbatches)
-        return muon.Muon(stages, dp, matrices, groups_of=groups_of, by_heads=True, **options)
+        options |= dict(groups_of=groups_of, update=composition.on_whole_matrices(muon.update_of))
+        return muon.Muon(model.uses(), dp, matrices, **options)
 
     options = dict(
         make_optimizer=functools.partial(harness.make_optimizer, args=args),

@@ -142,6 +142,36 @@ def count_ranks(groups):
     return math.prod(dist.get_world_size(group) for group in groups)
 
 
+# --- Muon's iteration, which needs whole matrices
+
+
+def on_whole_matrices(update_of):
+    """Muon(..., update=on_whole_matrices(update_of)), beside a technique that cuts matrices.
+
+    Momentum and weight decay work element by element: they stay with the shards. All columns deal
+    out their shards alike, so the owners of a matrix are in one row of the grid. They gather the
+    direction, all iterate on the whole, and each keeps its part."""
+
+    def update(direction, p, dtype=None):
+        # A matrix is the last two dimensions: a cut of an earlier one only deals out whole experts.
+        # With matrix_rows, a head is a matrix, and a cut of rows lies between heads
+        within = [p.dim() - 1] if hasattr(p, "matrix_rows") else [p.dim() - 2, p.dim() - 1]
+        cuts = [(dim, cut) for dim, cut in placed(p, "cuts", {}).items() if dim in within]
+        if not cuts:
+            return update_of(direction, p, dtype)
+        [(dim, (group, start, length))] = cuts  # tensor parallelism cuts in one dimension
+        shards = [torch.empty_like(direction) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(shards, direction, group=group)
+        # Without the padding of the last shards, so that the scale is that of the true shape
+        whole = torch.cat(shards, dim).narrow(dim, 0, p.placement["shape"][dim])
+        own = update_of(whole, p, dtype).narrow(dim, start, length)
+        part = torch.zeros_like(p)  # padded again
+        part.narrow(dim, 0, length).copy_(own)
+        return part
+
+    return update
+
+
 # --- mistakes that would be silent: refused
 
 

@@ -7,14 +7,12 @@
 
 A matrix's momentum, U S V^T in its singular value decomposition, has a few large singular values: a
 step along it moves the weights in those directions only. Muon steps along nearly U V^T, so all move
-equally far. Five Newton-Schulz steps compute it, from the whole matrix. So ZeRO's slices won't do:
-each matrix has one owner.
+equally far. That takes the whole matrix, so ZeRO's slices won't do: each matrix has one owner. All
+other parameters take AdamW, which works on any piece: each rank owns 1/N of each.
 
-Split     Each of the layers' matrices goes to one rank, so that all ranks have about equal work.
-          All other parameters take AdamW, which works on any piece: each rank owns 1/N of each.
-Sent      On average 2 r P e bytes per rank, as in ZeRO-1, with P parameters of e bytes, N ranks,
-          r = (N-1)/N. One reduce takes a matrix's gradient to its owner, one broadcast brings the
-          new matrix to all. A parameter of AdamW has N owners, so N reduces and N broadcasts.
+Sent      On average 2 r P e bytes per rank, as in ZeRO-1: P parameters of e bytes, N ranks, r =
+          (N-1)/N. One reduce takes a matrix's gradient to its owner, one broadcast brings the new
+          matrix to all. A parameter of AdamW has N owners, so N reduces and N broadcasts.
 Held      Weights and gradients whole, and 1/N of the optimizer's states: of a matrix one number per
           element (the momentum), of AdamW's parameters two.
 Computed  Per step, on the owner: 20 m^2 n + 10 m^3 FLOPs for a matrix of m x n, m <= n. With m = n
@@ -22,12 +20,12 @@ Computed  Per step, on the owner: 20 m^2 n + 10 m^3 FLOPs for a matrix of m x n,
 Backward  The model's own. A matrix is reduced as soon as its gradient is there.
 Use       For the layers of a language model: a lower loss than AdamW's after as many tokens.
 Limits    More ranks than matrices are no faster. Keep weights in float32: in bfloat16 small steps
-          and the decay round away. Beside tensor parallelism: the end.
+          and the decay round away.
 
     torchrun --nproc_per_node=4 -m advanced.muon       (needs model.py, to train and prove itself)
 
-Jordan et al. 2024, https://kellerjordan.github.io/posts/muon. Liu et al. 2025, Muon is scalable,
-arXiv:2502.16982 (Moonlight: the update's scale, distributed Muon).
+Jordan et al. 2024, https://kellerjordan.github.io/posts/muon. Liu et al. 2025, arXiv:2502.16982
+(Moonlight: the update's scale, distributed Muon). GLM-5, arXiv:2602.15763 (heads).
 """
 
 import argparse
@@ -61,25 +59,33 @@ def orthogonalize(matrix, dtype=None):
     return x.to(matrix.dtype)
 
 
+def update_of(direction, p, dtype=None):
+    """The orthogonalised direction, with a root mean square of about 0.2, as that of AdamW's update
+    (Moonlight), or less where many singular values are tiny. So both take the same learning rate
+    and weight decay.
+
+    p is one matrix, or a stack of them. If it has p.matrix_rows, each so many of its rows are a
+    matrix: in the heads of q, k and v a head with small gradients then moves as far as others."""
+    rows = getattr(p, "matrix_rows", direction.shape[-2])
+    matrices = direction.reshape(-1, rows, direction.shape[-1])  # one, or a stack of them
+    # U V^T has the root mean square 1 / sqrt(longer side)
+    scale = 0.2 * max(matrices.shape[-2:]) ** 0.5
+    return scale * orthogonalize(matrices, dtype).reshape(direction.shape)
+
+
 class PlainMuon(torch.optim.Optimizer):
-    """Muon on one process, for matrices and for stacks of them.
+    """Muon on one process, for matrices and for stacks of them. Of a language model these are its
+    layers'. Embedding, head and vectors take make_adamw(), below.
 
-    Of a language model these are its layers'. Embedding, head and vectors take make_adamw(), below.
-
-    The update's root mean square is about 0.2, as AdamW's (Moonlight), or less where many singular
-    values are tiny. So both take the same learning rate and weight decay. dtype=torch.bfloat16: the
-    iteration is faster on GPUs.
-
-    by_heads=True: each head of q, k and v is a matrix of its own (GLM-5, arXiv:2602.15763), so that
-    a head with small gradients moves as far as the others. p.matrix_rows, which model.py sets, says
-    how many rows a head has."""
+    dtype   torch.bfloat16: the iteration is faster on GPUs
+    update  another update_of: advanced/composition.py has one for a matrix that is cut"""
 
     def __init__(
-        self, matrices, lr=1e-3, weight_decay=0.1, momentum=0.95, dtype=None, by_heads=False
+        self, matrices, lr=1e-3, weight_decay=0.1, momentum=0.95, dtype=None, update=update_of
     ):
         defaults = dict(lr=lr, weight_decay=weight_decay, momentum=momentum, dtype=dtype)
         super().__init__(matrices, defaults)
-        self.by_heads = by_heads
+        self.update = update
 
     @torch.no_grad()
     def step(self):
@@ -97,28 +103,18 @@ class PlainMuon(torch.optim.Optimizer):
         state["average"].lerp_(p.grad, 1 - momentum)
         direction = p.grad.lerp(state["average"], momentum)  # Nesterov: as if a step ahead
         p.mul_(1 - lr * settings["weight_decay"])
-        rows = getattr(p, "matrix_rows", None) if self.by_heads else None
-        p.sub_(lr * update_of(direction, p, rows, settings["dtype"]))
+        p.sub_(lr * self.update(direction, p, settings["dtype"]))
 
 
-def make_adamw(decayed, undecayed, lr=1e-3, weight_decay=0.1):
-    """For the other parameters: embedding and head, and then vectors. GPT-3's betas."""
+def make_adamw(parameters, lr=1e-3, weight_decay=0.1):
+    """For the other parameters: embedding, head and vectors. These have no weight decay. The betas
+    are GPT-3's."""
+    parameters = list(parameters)
+    decayed = [p for p in parameters if p.dim() > 1]
+    vectors = [p for p in parameters if p.dim() < 2]
     groups = [{"params": decayed, "weight_decay": weight_decay}]
-    groups += [{"params": undecayed, "weight_decay": 0.0}]
+    groups += [{"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr, betas=(0.9, 0.95), fused=True)
-
-
-def update_of(direction, p, rows, dtype):
-    """The orthogonalised direction, scaled to a root mean square of about 0.2. rows: of each matrix
-    in p; None: p is one matrix, or a stack of them."""
-    cuts = cuts_within(p, rows)
-    if cuts:
-        return update_of_shard(direction, p, cuts, rows, dtype)
-    rows = rows or direction.shape[-2]
-    matrices = direction.reshape(-1, rows, direction.shape[-1])  # one, or a stack of them
-    # U V^T has the root mean square 1 / sqrt(longer side)
-    scale = 0.2 * max(matrices.shape[-2:]) ** 0.5
-    return scale * orthogonalize(matrices, dtype).reshape(direction.shape)
 
 
 # --- data parallelism in its plainest form: each matrix has one owner, which steps for all
@@ -148,7 +144,7 @@ def step_by_owner(plain_muon, adamw, group):
 
 
 class Muon:
-    """Trains `model` over `group`: Muon for `matrices`, AdamW for its other parameters.
+    """Trains a model's parameters over `group`: Muon for `matrices`, AdamW for the others.
 
     zero_grad()  all gradients are 0. Not the model's zero_grad(): p.grad is a view of a bucket
     backward     `microbatches` passes. _arrived counts gradients, and starts to reduce the buckets
@@ -157,9 +153,9 @@ class Muon:
     step()       AdamW on this rank's pieces, Muon on its matrices. Each is sent once it is done.
                  Before it clip(grad_norm(), limit), if wanted
 
-    groups_of    beside another technique: advanced/composition.py. There the model may be {stage:
-                 module}, the stages of a pipeline that this rank has
-    options      of PlainMuon: momentum, dtype and by_heads
+    groups_of    beside another technique: advanced/composition.py, as for DDP. `update` is there,
+                 too
+    options      of PlainMuon: momentum, dtype and update
 
     Before Muon(...): tie, cast and freeze weights, move the model to one device, and give all ranks
     equal weights. A parameter that got no gradient still moves, by its momentum and its decay.
@@ -167,7 +163,7 @@ class Muon:
 
     def __init__(
         self,
-        model,
+        parameters,
         group,
         matrices,
         lr=1e-3,
@@ -176,35 +172,34 @@ class Muon:
         groups_of=None,
         **options,
     ):
-        stages = model if isinstance(model, dict) else {None: model}
-        # A matrix that two stages of a pipeline share gets a gradient from each
-        self.uses = Counter(p for module in stages.values() for p in module.parameters())
-        if groups_of is None and any(hasattr(p, "placement") for p in self.uses):
-            raise ValueError("another technique has cut the model: give groups_of")
-        self.in_grid, self.groups_of = groups_of is not None, groups_of or (lambda p: (group,))
-        self.model = model = nn.ModuleList(stages.values()) if isinstance(model, dict) else model
-        self.group, self.microbatches = group, microbatches
-        matrices = set(matrices)
+        # Usually 1. 2 if p is listed twice, as in ddp.py
+        grads_per_pass = Counter(parameters)
+        cut = any(hasattr(p, "placement") for p in grads_per_pass)
+        if cut and (groups_of is None or "update" not in options):
+            raise ValueError("another technique has cut the model: give groups_of and update")
+        self.in_grid, groups_of = groups_of is not None, groups_of or (lambda p: (group,))
+        self.group, matrices = group, set(matrices)
         if not matrices:
             raise ValueError("no matrices: an iterator used up, or a model for AdamW alone")
         for p in matrices:
-            if p not in self.uses or p.dim() not in (2, 3):
+            if p not in grads_per_pass or p.dim() not in (2, 3):
                 raise ValueError(f"{tuple(p.shape)} is no matrix of the model, nor a stack of them")
 
         # 1  Buckets, in the order in which backward fills them. Each matrix has its own. Vectors
         #    are small: they share one, the last
-        trained = [p for p in model.parameters() if p.requires_grad]
+        trained = [p for p in grads_per_pass if p.requires_grad]
         lists = [[p] for p in reversed(trained) if p.dim() > 1]
         vectors = {}  # {kind: those that share a bucket}
         for p in trained:
             if p.dim() < 2:
-                vectors.setdefault((p.dtype, self.groups_of(p)), []).append(p)
-        by_heads = options.get("by_heads", False)
-        owners = self.owners_of([p for p in trained if p in matrices], by_heads)
+                vectors.setdefault((p.dtype, groups_of(p)), []).append(p)
+        owners = deal_to_owners([p for p in trained if p in matrices], groups_of)
         self.buckets = []
-        for parameters in [*lists, *vectors.values()]:
-            owner = owners.get(parameters[0])  # None: AdamW's, of all ranks
-            self.buckets.append(self.make_bucket(parameters, owner))
+        for members in [*lists, *vectors.values()]:
+            first, grads = members[0], sum(grads_per_pass[p] for p in members)
+            # An owner None: AdamW's, of all ranks
+            bucket = OwnedBucket(members, owners.get(first), groups_of(first), microbatches * grads)
+            self.buckets.append(bucket)
 
         # 2  Hooks count the gradients
         for bucket in self.buckets:
@@ -212,19 +207,16 @@ class Muon:
                 p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket))
 
         # 3  The optimizers step on what this rank owns
-        own_matrices, decayed, undecayed = [], [], []
+        own_matrices, own_pieces = [], []
         for bucket in self.buckets:
-            if bucket.owner == bucket.rank:
+            if bucket.owner is None:
+                own_pieces += bucket.pieces
+            elif bucket.owner == bucket.rank:
                 own_matrices += bucket.pieces
-            elif bucket.owner is None and bucket.parameters[0].dim() > 1:
-                decayed += bucket.pieces
-            elif bucket.owner is None:
-                undecayed += bucket.pieces
         self.muon = PlainMuon([{"params": own_matrices}], lr, weight_decay, **options)
-        self.adamw = make_adamw(decayed, undecayed, lr, weight_decay)
+        self.adamw = make_adamw(own_pieces, lr, weight_decay)
         self.optimizers = self.muon, self.adamw
 
-        self.addresses = self.find_addresses()
         self.messages = []  # on their way
         self.finished = True  # whether the gradients are summed
         self.zero_grad()
@@ -232,7 +224,6 @@ class Muon:
     def zero_grad(self):
         """After an exception in backward on any rank call finish() on all ranks first: reductions
         may still run."""
-        self.check_addresses()
         if not self.finished and any(b.grads_left < b.grads_per_step for b in self.buckets):
             raise RuntimeError("there was no finish(): gradients would be lost")
         self.finished = False
@@ -246,6 +237,9 @@ class Muon:
             raise RuntimeError(
                 "more backward passes than microbatches=, or a backward after finish()"
             )
+        if p.grad.untyped_storage()._cdata != bucket.gradients.untyped_storage()._cdata:
+            use = "call Muon's zero_grad(), not the model's, and cast or move before Muon(...)"
+            raise RuntimeError(f"p.grad was replaced: {use}")
         bucket.grads_left -= 1
         self._start_full_buckets()
 
@@ -259,10 +253,9 @@ class Muon:
             self.reductions_started += 1
 
     def finish(self):
-        """grad_norm(), step() and gather_full() call it, too."""
+        """All that follows calls it, too."""
         if self.finished:
             return
-        self.check_addresses()
         for bucket in self.buckets:
             bucket.grads_left = 0  # a rank that ran fewer passes must still join the reductions
         self._start_full_buckets()
@@ -272,6 +265,11 @@ class Muon:
             for group in bucket.partial if len(bucket.own_gradient) else ():
                 dist.all_reduce(bucket.own_gradient, group=group)
         self.finished = True
+
+    def _wait(self):
+        for message in self.messages:
+            message.wait()
+        self.messages = []
 
     def grad_norm(self):
         """The norm of the whole gradient: a float64 scalar, the same on all ranks."""
@@ -285,6 +283,7 @@ class Muon:
 
     def clip(self, norm, limit):
         """Scale the gradients so that their norm is at most `limit` (0: leave them)."""
+        self.finish()
         if limit > 0:
             scale = (limit / (norm + 1e-6)).clamp(max=1.0)
             for bucket in self.buckets:
@@ -301,23 +300,7 @@ class Muon:
             self.messages += bucket.send_from_owners(bucket.weights)
         self._wait()
 
-    def _wait(self):
-        for message in self.messages:
-            message.wait()
-        self.messages = []
-
-    def find_addresses(self):  # of weights and gradients
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        return {p: (p.data_ptr(), p.grad is not None and p.grad.data_ptr()) for p in trained}
-
-    def check_addresses(self):
-        if self.find_addresses() != self.addresses:
-            raise RuntimeError(
-                "p.grad was replaced: call Muon's zero_grad(), not the model's. Or a parameter was"
-                " replaced, moved, cast, frozen or unfrozen: do that before Muon(...)"
-            )
-
-    # --- beside a step: schedules, checkpoints, whole gradients
+    # --- beside a step: schedules, checkpoints, whole gradients, the norm beside another technique
 
     @property
     def param_groups(self):
@@ -337,10 +320,8 @@ class Muon:
         self._wait()
         return list(named)
 
-    # --- beside another technique: advanced/composition.py
-
     def gradient_parts(self):
-        """For the norm: [(parameter, this rank's part of its gradient, split over how many)]."""
+        """For norm_in_grid: [(parameter, this rank's part of its gradient, over how many ranks)]"""
         self.finish()
         parts = []
         for bucket in self.buckets:
@@ -348,41 +329,27 @@ class Muon:
             parts += [(p, piece.grad, ranks) for p, piece in zip(bucket.parameters, bucket.pieces)]
         return parts
 
-    def owners_of(self, matrices, by_heads):
-        owners, alike = {}, {}  # alike: {data group: matrices}. Experts have their own replicas
-        for p in matrices:
-            alike.setdefault(self.groups_of(p)[0], []).append(p)
-        for group, members in alike.items():
-            work = functools.partial(flops, by_heads=by_heads)
-            owners |= deal_to_owners(members, dist.get_world_size(group), work)
-        return owners
-
-    def make_bucket(self, parameters, owner):
-        group, *partial = self.groups_of(parameters[0])
-        grads_per_pass = sum(self.uses[p] for p in parameters)
-        bucket = OwnedBucket(parameters, owner, group, self.microbatches * grads_per_pass)
-        bucket.partial = partial
-        return bucket
-
 
 # --- owners and their buckets
 
 
-def flops(p, by_heads=False):
+def flops(p):
     """FLOPs of a step's iterations on p, a matrix or a stack; of a shard those on the whole."""
     shape = getattr(p, "placement", {}).get("shape") or p.shape
-    rows = getattr(p, "matrix_rows", shape[-2]) if by_heads else shape[-2]
-    m, n = sorted((rows, shape[-1]))
+    m, n = sorted((getattr(p, "matrix_rows", shape[-2]), shape[-1]))
     count = math.prod(shape) // (m * n)
     return count * (20 * m * m * n + 10 * m**3)
 
 
-def deal_to_owners(matrices, ranks, work=flops):
-    """{matrix: the rank that owns it}: the largest first, each to the rank with the least to do."""
-    owners, loads = {}, [0] * ranks
-    for p in sorted(matrices, key=work, reverse=True):
-        owners[p] = loads.index(min(loads))
-        loads[owners[p]] += work(p)
+def deal_to_owners(matrices, groups_of):
+    """{matrix: the rank that owns it, of the group over which its gradient is summed}: the largest
+    first, each to the rank with the least to do."""
+    owners, loads = {}, {}
+    for p in sorted(matrices, key=flops, reverse=True):
+        group = groups_of(p)[0]
+        load = loads.setdefault(group, [0] * dist.get_world_size(group))
+        owners[p] = load.index(min(load))
+        load[owners[p]] += flops(p)
     return owners
 
 
@@ -395,15 +362,17 @@ class OwnedBucket:
     owned           {rank: the slice that it owns}. own_slice: this rank's, maybe empty
     pieces          what this rank owns of each parameter, maybe nothing: for the optimizers
     slices          each parameter's place in the flat tensors: for checkpoints
+    partial         groups over which the owners' sums are added up: advanced/composition.py
     grads_left      how many of grads_per_step gradients backward has still to add"""
 
-    def __init__(self, parameters, owner, group, grads_per_step):
-        self.parameters, self.owner, self.group = parameters, owner, group
+    def __init__(self, parameters, owner, groups, grads_per_step):
+        self.parameters, self.owner = parameters, owner
+        self.group, *self.partial = groups
         self.grads_per_step = grads_per_step
-        self.rank = dist.get_rank(group)
+        self.rank = dist.get_rank(self.group)
         self.weights = torch.cat([p.detach().flatten() for p in parameters])
         self.gradients = torch.zeros_like(self.weights)
-        self.owned = owned_slices(len(self.weights), owner, dist.get_world_size(group))
+        self.owned = owned_slices(len(self.weights), owner, dist.get_world_size(self.group))
         self.own_slice = self.owned.get(self.rank, slice(0, 0))
         self.own_gradient = self.gradients[self.own_slice]
         self.slices, self.pieces = [], []
@@ -416,8 +385,9 @@ class OwnedBucket:
             piece = p
             if owner != self.rank:  # this rank owns a part of p, or nothing
                 part = slice(max(start, self.own_slice.start), min(end, self.own_slice.stop))
-                piece = nn.Parameter(self.weights[part])
-                piece.grad = self.gradients[part]
+                shape = (1, -1) if p.dim() > 1 else (-1,)  # so that weight decay sees a matrix
+                piece = nn.Parameter(self.weights[part].view(shape))
+                piece.grad = self.gradients[part].view(shape)
             self.pieces.append(piece)
 
     def sum_on_owners(self):
@@ -445,34 +415,6 @@ def owned_slices(size, owner, ranks):
     return {rank: slice(ends[rank], ends[rank + 1]) for rank in range(ranks)}
 
 
-# --- beside tensor parallelism
-
-
-def cuts_within(p, rows=None):
-    """The cuts that leave no rank a whole matrix, as [(dimension, cut)]. The last two dimensions
-    are a matrix's. A cut of an earlier one only deals out whole experts. rows: of each head, which
-    is a matrix: a cut of p's rows lies between heads."""
-    within = [p.dim() - 1] if rows else [p.dim() - 2, p.dim() - 1]
-    cuts = getattr(p, "placement", {}).get("cuts", {})
-    return [(dim, cut) for dim, cut in cuts.items() if dim in within]
-
-
-def update_of_shard(direction, p, cuts, rows, dtype):
-    """With tensor parallelism. Momentum and weight decay work element by element: they stay with
-    the shards. Only the iteration needs the whole matrix. All columns deal out their shards alike,
-    so the owners of a matrix are in one row of the grid. They gather the direction, all iterate on
-    the whole, and each keeps its part."""
-    [(dim, (group, start, length))] = cuts  # tensor parallelism cuts in one dimension
-    shards = [torch.empty_like(direction) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(shards, direction, group=group)
-    # Without the padding of the last shards, so that the scale is that of the true shape
-    whole = torch.cat(shards, dim).narrow(dim, 0, p.placement["shape"][dim])
-    update = update_of(whole, whole, rows, dtype).narrow(dim, start, length)
-    part = torch.zeros_like(p)  # padded again
-    part.narrow(dim, 0, length).copy_(update)
-    return part
-
-
 # --- demo ---
 
 if __name__ == "__main__":  # importing this file needs no model.py
@@ -485,7 +427,7 @@ def main():
     parser.add_argument("--microbatches", type=int, default=2, help="of each rank, a step")
     args = parser.parse_args()
     device = join_ranks()
-    for form in ("plain", "full", "full, by heads"):
+    for form in ("plain", "full"):
         train(form, args, device)
     leave()
 
@@ -493,12 +435,10 @@ def main():
 class MuonAndAdamW:
     """On one process, and for step_by_owner."""
 
-    def __init__(self, parameters, is_matrix, **options):
-        kinds = {True: [], "decayed": [], "undecayed": []}
-        for p, matrix in zip(parameters, is_matrix):
-            kinds[matrix or ("decayed" if p.dim() > 1 else "undecayed")].append(p)
-        matrices, *others = kinds.values()
-        self.muon, self.adamw = PlainMuon(matrices, **options), make_adamw(*others)
+    def __init__(self, parameters, is_matrix):
+        pairs = list(zip(parameters, is_matrix))
+        self.muon = PlainMuon([p for p, matrix in pairs if matrix])
+        self.adamw = make_adamw([p for p, matrix in pairs if not matrix])
 
     def zero_grad(self):
         self.muon.zero_grad()
@@ -516,16 +456,14 @@ def train(form, args, device):
     torch.manual_seed(0)  # all ranks draw equal weights
     model = GPT(Config(layers=2, width=32, context=32)).to(device, torch.float64)
     is_matrix = [n.startswith("blocks") and p.dim() > 1 for n, p in model.named_parameters()]
-    options = {"by_heads": "by heads" in form}
-    make_optimizer = functools.partial(MuonAndAdamW, is_matrix=is_matrix, **options)
-    one = OneProcess(model, make_optimizer)
+    one = OneProcess(model, functools.partial(MuonAndAdamW, is_matrix=is_matrix))
     for p, q in zip(model.parameters(), one.model.parameters()):
         q.__dict__.update(p.__dict__)  # matrix_rows, which a copy has lost
     if plain:
-        optimizer = make_optimizer(model.parameters())
+        optimizer = MuonAndAdamW(model.parameters(), is_matrix)
     else:
         matrices = [p for p, matrix in zip(model.parameters(), is_matrix) if matrix]
-        optimizer = Muon(model, group, matrices, microbatches=m, **options)
+        optimizer = Muon(model.parameters(), group, matrices, microbatches=m)
     if rank == 0:
         print(f"{form}, {ranks} ranks, {m} micro-batches")
     for step in range(args.steps):

@@ -176,7 +176,7 @@ def their_ddp(job, model=None):
 
 def our_muon(job):
     model = job.model()
-    sync = muon.Muon(model, job.group, matrices_of(model))
+    sync = muon.Muon(model.parameters(), job.group, matrices_of(model))
     step = stepper(sync.zero_grad, model, job.rows(job.count), sync.finish, sync.step)
     return Side(step, model.named)
 
@@ -194,6 +194,8 @@ def their_muon(job):
 
 
 def matrices_of(model):
+    for p in model.parameters():
+        vars(p).pop("matrix_rows", None)  # torch.optim.Muon takes the fused qkv as one matrix
     return [p for p in model.blocks.parameters() if p.dim() > 1]
 
 

@@ -96,7 +96,7 @@ def one_process(muon):
     def make(model, args):
         matrices = matrices_of(model)
         others = [p for p in model.parameters() if p not in set(matrices)]
-        own = muon(matrices, args.lr, args.weight_decay, by_heads=True)
+        own = muon(matrices, args.lr, args.weight_decay)
         return Optimizers(own, make_optimizer(others, args))
 
     return make

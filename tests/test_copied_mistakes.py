@@ -56,11 +56,12 @@ linear.register_forward_hook(lambda *_: Names()) and FSDP(linear, world, SGD).mo
     torch.ones(WIDTH))  # returned a SimpleNamespace ... FSDP finds no tensor
 """,
     "muon": """
-Muon(model, world, {[model[1].bias] | [weight] | [model[1].weight.detach()]})
+Muon(model.parameters(), world, {[model[1].bias] | [weight] | [model[1].weight.detach()]})
     # is no matrix of the model, nor a stack
-(lambda conv: Muon(conv, world, [conv.weight]))(nn.Conv2d(3, 4, 2))  # is no matrix
-Muon(model, world, iter([]))  # no matrices
-setattr(model[1].weight, "placement", {}) or Muon(model, world, [model[1].weight])  # has cut
+(lambda conv: Muon(conv.parameters(), world, [conv.weight]))(nn.Conv2d(3, 4, 2))  # is no matrix
+Muon(model.parameters(), world, iter([]))  # no matrices
+setattr(model[1].weight, "placement", {}) or Muon(model.parameters(), world, [model[1].weight],
+    {momentum=0.5 | groups_of=lambda p: (world,) | update=len})  # has cut
 """,
     "composition": """
 groups_in_grid([shard_over(world)], {world | (alone(), world)})  # would add different shards
@@ -267,8 +268,7 @@ SPLIT_BACKWARDS = [
 REPLACED = "was replaced.*zero_grad.*second DDP.*create_graph.*unfrozen.*moved or cast after DDP"
 MOVED = "replaced, moved or cast, frozen or unfrozen after ZeRO|cast, move, copy and load before"
 SUMMED = "summed over the ranks already: sum once a step, .*zero_grad"
-CHANGED = "replaced, .*frozen or unfrozen"
-CHANGES = "cast", "replace", "unfreeze", "wrap"
+NEW_GRADIENTS = "cast", "wrap", "assign_gradients"
 CHANGES_OF_GRADIENTS = "cast", "drop_gradients", "assign_gradients", "wrap", "unfreeze"
 
 # Uses; calls, between bars what is refused, then what is right. Where it ends with a bar, training
@@ -295,7 +295,7 @@ ORDERS = [
     (MUON, "pass norm | pass | finish |", "backward after finish"),
     (MUON, "| drop_gradients run finish", "p.grad was replaced"),
     (MUON, "| create_graph finish", "p.grad was replaced"),
-    *[(MUON, f"run step | {change} zero_grad", CHANGED) for change in CHANGES],
+    *[(MUON, f"run step zero_grad | {call} run", "p.grad was replaced") for call in NEW_GRADIENTS],
     (
         SPLIT_BACKWARDS,
         "leave_out_around | run finish",

@@ -10,6 +10,7 @@ import torch.nn as nn
 from foreign import by_singular_values
 from reference import case
 
+import composition
 import muon
 import tensor_parallel
 
@@ -59,7 +60,7 @@ def test_heads_are_matrices_of_their_own():
     together.grad = torch.cat(matrices(1, [(4, 9)] * 3))
     for head, gradient in zip(heads, together.grad.split(4)):
         head.grad = gradient
-    muon.PlainMuon([together], by_heads=True).step()
+    muon.PlainMuon([together]).step()
     muon.PlainMuon(heads).step()
     torch.testing.assert_close(together, torch.cat(heads), rtol=1e-12, atol=1e-12)
 
@@ -81,7 +82,8 @@ def test_shards_step_as_the_whole(ranks, world):
                 shard = tensor_parallel.shard(whole, dim, dist.group.WORLD)
                 shard.grad = tensor_parallel.shard(gradients, dim, dist.group.WORLD).detach()
                 whole.grad = gradients.detach()
-                plain, sharded = (muon.PlainMuon([p], by_heads=True) for p in (whole, shard))
+                update = composition.on_whole_matrices(muon.update_of)
+                plain, sharded = muon.PlainMuon([whole]), muon.PlainMuon([shard], update=update)
                 for _ in range(2):
                     plain.step()
                     sharded.step()
@@ -99,7 +101,7 @@ def test_largest_first_each_to_the_rank_with_the_least(ranks):
     parameters = matrices(shapes=[(8, 8), (8, 32), (4, 4), (8, 32), (2, 8, 8), (8, 16)])
 
     def work(rank):
-        owners = muon.deal_to_owners(parameters, 3)
+        owners = muon.deal_to_owners(parameters, lambda p: (dist.group.WORLD,))
         return [owners[p] for p in parameters]
 
     assert ranks(3, work) == [[0, 0, 1, 1, 2, 2]] * 3
@@ -135,7 +137,7 @@ def test_without_a_matrix_and_without_a_backward(ranks):
         model = nn.Linear(2, 3)
         model.weight.requires_grad_(False)
         options = dict(momentum=0.5, dtype=torch.bfloat16)
-        optimizer = muon.Muon(model, dist.group.WORLD, [model.weight], **options)
+        optimizer = muon.Muon(model.parameters(), dist.group.WORLD, [model.weight], **options)
         assert optimizer.muon.param_groups[0].items() >= options.items()
         if rank == 0:
             model(torch.ones(2)).sum().backward()
@@ -144,3 +146,19 @@ def test_without_a_matrix_and_without_a_backward(ranks):
         return model.bias.detach()
 
     assert torch.equal(*ranks(2, work))
+
+
+def test_clipping_waits_for_the_sums(ranks):
+    """With a norm of the caller's own there is no grad_norm() before clip()."""
+
+    def work(rank):
+        model = nn.Linear(2, 3, bias=False)
+        optimizer = muon.Muon(model.parameters(), dist.group.WORLD, [model.weight])
+        if rank == 0:
+            model(torch.ones(2)).sum().backward()
+        optimizer.clip(torch.tensor(4.0), 2.0)
+        optimizer.gather_full()
+        return model.weight.grad
+
+    for gradient in ranks(2, work):
+        torch.testing.assert_close(gradient, torch.full((3, 2), 0.5))

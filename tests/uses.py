@@ -228,20 +228,21 @@ class Layout(OneProcess):
 
             groups_of = composition.groups_in_grid(self.trained.parameters(), self.data)
             options["groups_of"] = groups_of
+        # A tied matrix on two stages of this rank is listed twice
+        parts = [self.trained] if self.stages is None else self.stages.values()
+        listed = [p for part in parts for p in part.parameters()]
         if kind == "ddp":
             import ddp
 
-            # A tied matrix on two stages of this rank is listed twice
-            parts = [self.trained] if self.stages is None else self.stages.values()
-            listed = [p for part in parts for p in part.parameters()]
             self.sync = ddp.DDP(listed, self.data, self.microbatches, **WAYS[way] | options)
         elif kind == "muon":
             import muon
 
             matrices = [p for p in self.trained.parameters() if p.full_name in self.matrices]
             options = dict(lr=1e-2, microbatches=self.microbatches) | options
-            model = self.stages or self.trained
-            self.sharded = muon.Muon(model, self.data, matrices, **options)
+            if self.in_grid():
+                options["update"] = composition.on_whole_matrices(muon.update_of)
+            self.sharded = muon.Muon(listed, self.data, matrices, **options)
             for settings in self.sharded.adamw.param_groups:
                 settings["eps"] = 1e-5  # as foreign.py's
         elif kind == "fsdp" or kind in ("zero 0", "zero 1", "zero 2"):
