@@ -62,11 +62,6 @@ class Config:
     # A norm of q and of k: of each head by itself (Qwen3), or of all heads together (OLMo 2)
     qk_norm: Literal["none", "each", "all"] = "none"
     norm_after: bool = False  # of what attention and MLP add to x, not of what they see (OLMo 2)
-    # Factors (Granite) of the embedding, of q, of what attention and MLP add to x, of the logits
-    embedding_scale: float = 1.0
-    query_scale: float = 1.0
-    residual_scale: float = 1.0
-    logits_scale: float = 1.0
     # A mixture of experts, unless experts is 0: see mixture.py
     experts: int = 0
     top_k: int = 2  # experts per token
@@ -109,10 +104,10 @@ class Block(nn.Module):
         self.attn_norm = make_norm(config)
         self.attn = Attention(config, layer)
         # Not nn.Dropout: see Dropout. site: its number in the model
-        self.attn_drop = Dropout(config.dropout, 2 * layer + 1, config.residual_scale)
+        self.attn_drop = Dropout(config.dropout, 2 * layer + 1)
         self.mlp_norm = make_norm(config)
         self.mlp = make_mlp(config)
-        self.mlp_drop = Dropout(config.dropout, 2 * layer + 2, config.residual_scale)
+        self.mlp_drop = Dropout(config.dropout, 2 * layer + 2)
 
     def forward(self, x, batch=Batch()):
         x = x + self.attn_drop(self.attn(self.attn_norm(x), batch), batch.drop_key)
@@ -135,6 +130,7 @@ class GPT(nn.Module):
 
     def __init__(self, config):
         super().__init__()
+        assert type(config) is Config, "a config with more fields needs harness/families.py"
         self.config = config
         self.embed = Embedding(config)
         block = NormAfterBlock if config.norm_after else Block
@@ -210,7 +206,6 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim  # D
         self.queries_per_kv = config.heads // config.kv_heads
-        self.query_scale = config.query_scale
         skipped = config.no_rope_every and (layer + 1) % config.no_rope_every == 0
         self.rotary = config.positions == "rope" and not skipped
         self.enter = nn.Identity()
@@ -230,7 +225,7 @@ class Attention(nn.Module):
         qkv = qkv.unflatten(-1, (-1, n + 2, self.head_dim))  # (B, T, H_kv, n + 2, D)
         q, k, v = qkv.split((n, 1, 1), dim=-2)
         q, k, v = (t.flatten(2, 3) for t in (q, k, v))  # (B, T, H or H_kv, D)
-        q, k = scaled(self.q_norm(q), self.query_scale), self.k_norm(k)
+        q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H or H_kv, T, D)
         if self.rotary:
             q, k = rotate(q, batch.rope), rotate(k, batch.rope)
@@ -299,7 +294,7 @@ class Embedding(nn.Module):
         self.position = None
         if config.positions == "learned":
             self.position = nn.Embedding(config.context, config.width)
-        self.drop = Dropout(config.dropout, 0, config.embedding_scale)
+        self.drop = Dropout(config.dropout, 0)
 
     def forward(self, tokens, batch):
         x = self.token(tokens)
@@ -314,12 +309,11 @@ class Head(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.norm = make_norm(config)
-        self.scale = config.logits_scale
         self.enter = nn.Identity()
         self.out = nn.Linear(config.width, config.vocab, bias=False)
 
     def forward(self, x):
-        return self.out(self.enter(scaled(self.norm(x), self.scale)))
+        return self.out(self.enter(self.norm(x)))
 
 
 class CrossEntropy(nn.Module):
@@ -338,8 +332,7 @@ class CrossEntropy(nn.Module):
 
 
 class Dropout(nn.Module):
-    """Zero each element of x (B, T, C) with probability p, scale the others by 1 / (1 - p), and
-    all by `scale`.
+    """Zero each element of x (B, T, C) with probability p, scale the others by 1 / (1 - p).
 
     nn.Dropout draws its mask from a stream of random numbers: ranks with other tokens, or other
     layers, would draw other masks than one process. Here a hash decides (the idea of Salmon et al.
@@ -347,12 +340,11 @@ class Dropout(nn.Module):
     `site`, the number of this dropout in the model; and of the channel. There is no seed: sample
     ids must be new in every epoch. Without a key nothing is zeroed, in train(), too."""
 
-    def __init__(self, p, site, scale=1.0):
+    def __init__(self, p, site):
         super().__init__()
-        self.p, self.site, self.scale = p, site, scale
+        self.p, self.site = p, site
 
     def forward(self, x, key):
-        x = scaled(x, self.scale)
         if key is None or self.p == 0:
             return x
         channel = torch.arange(x.shape[-1], device=x.device)
@@ -412,10 +404,6 @@ class HeadNorm(nn.Module):
             return x
         normed = x.reshape(*x.shape[:2], -1, len(self.weight))  # (B, T, H, D) or (B, T, 1, H D)
         return F.rms_norm(normed, self.weight.shape, self.weight, self.eps).view(x.shape)
-
-
-def scaled(x, factor):
-    return x if factor == 1 else x * factor
 
 
 def rotary_table(positions, config, dtype):

@@ -57,7 +57,7 @@ import tensor_overlap
 import tensor_parallel
 import zero
 import zero_bubble
-from harness import initialize, presets
+from harness import families, initialize, presets
 from harness.start import launch
 from proof.ledger import tensors_in
 from proof.one_process import larger
@@ -108,7 +108,7 @@ class Job:
 
     def model(self, cut=lambda model: model):
         with torch.device("meta"):
-            whole = gpt.GPT(self.config)
+            whole = families.build(self.config)
         return initialize.fill(cut(whole), 0, self.device, self.dtype, harness.take)
 
     def optimizer(self, parameters):
@@ -275,7 +275,8 @@ def stages(job, schedule):
     mine, count = schedule.stages(job.rank), schedule.last + 1
 
     with torch.device("meta"):
-        parts = harness.split(lambda: gpt.GPT(job.config), stage_layers(job.config, count), mine)
+        layers = stage_layers(job.config, count)
+        parts = harness.split(lambda: families.build(job.config), layers, mine)
     return initialize.fill(harness.Stages(parts), 0, job.device, job.dtype), mine, count
 
 

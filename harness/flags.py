@@ -10,9 +10,9 @@ from dataclasses import fields
 import torch
 
 from harness import presets, tokens
+from harness.families import FamilyConfig
 from harness.files import short
 from harness.refusal import Refused, refusing
-from model import Config
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16")}
 
@@ -194,9 +194,10 @@ def running_flags(g):
 
 
 def configure(args):
-    """The model's Config from the flags. Refuses sizes that contradict each other. args.shape, if
-    there is one: the fields of a trained model, of which flags may override context and vocab."""
-    overrides = {field.name: getattr(args, field.name, None) for field in fields(Config)}
+    """The model's FamilyConfig from the flags. Refuses sizes that contradict each other.
+    args.shape, if there is one: the fields of a trained model, of which flags may override context
+    and vocab."""
+    overrides = {field.name: getattr(args, field.name, None) for field in fields(FamilyConfig)}
     for name, value in (getattr(args, "shape", None) or {}).items():
         wanted = overrides.get(name)
         if wanted is None:

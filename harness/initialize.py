@@ -1,7 +1,7 @@
 """Initial weights: each parameter from a generator of its own, so that no cut changes a value.
 
     with torch.device("meta"):
-        model = GPT(config)                  # shapes only
+        model = families.build(config)       # shapes only
     parallelize_tensors(model, group)        # cut: this rank's shapes
     initialize.fill(model, seed, take=...)   # this rank's pieces of the values
 
@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 import torch.nn as nn
 
+from harness import families
 from harness.placement import placement_of, take
-from model import GPT
 
 DRAW_CHUNK = 1 << 22  # elements of a weight that are drawn on one core
 
@@ -80,7 +80,7 @@ def fill(model, *options, **others):
 
 
 def build(config, seed=0, device="cpu", dtype=torch.float32, draw=draw):
-    """A whole GPT with its initial weights, on one device."""
+    """The whole GPT of a FamilyConfig with its initial weights, on one device."""
     with torch.device("meta"):
-        model = GPT(config)
+        model = families.build(config)
     return fill(model, seed, device, dtype, draw=draw)

@@ -7,7 +7,7 @@ from typing import get_args
 
 import torch
 
-from model import GPT, Config
+from harness.families import FamilyConfig, build
 
 LLAMA = dict(positions="rope", norm="rmsnorm", mlp="swiglu", bias=False, tied=False)
 LLAMA3 = LLAMA | dict(kv_heads=8, context=8192, vocab=128256, rope_theta=500000.0)
@@ -53,8 +53,8 @@ PRESETS |= {f"llama3.1-{size}": PRESETS[f"llama3-{size}"] for size in ("8b", "70
 
 
 def configure(preset="tiny", family=None, **overrides):
-    """The Config of a preset, turned to `family` ("gpt2" or "llama"), with fields overridden. A
-    field that is None is not overridden.
+    """The FamilyConfig of a preset, turned to `family` ("gpt2" or "llama"), with fields overridden.
+    A field that is None is not overridden.
 
     If the preset has no hidden, or width is overridden and hidden is not: 4 x width for GELU, 8/3 x
     width for SwiGLU, up to a multiple of 32. Likewise kv_heads follows from heads: all of them, or
@@ -74,7 +74,7 @@ def configure(preset="tiny", family=None, **overrides):
         for follower in follow if name in overrides else ():
             sizes.pop(follower, None)
     sizes |= overrides
-    heads, width = sizes.get("heads", Config.heads), sizes.get("width", Config.width)
+    heads, width = sizes.get("heads", FamilyConfig.heads), sizes.get("width", FamilyConfig.width)
     swiglu, rope = sizes.get("mlp") == "swiglu", sizes.get("positions") == "rope"
     sizes.setdefault("hidden", ceil(8 * width, 3 * 32) * 32 if swiglu else 4 * width)
     sizes.setdefault("kv_heads", heads // 2 if rope and heads % 2 == 0 else heads)
@@ -83,9 +83,10 @@ def configure(preset="tiny", family=None, **overrides):
 
 
 def checked(sizes):
-    """Config(**sizes). Raises ValueError for values without meaning, or that contradict others."""
-    defaults = {field.name: field.default for field in fields(Config)}
-    for field in fields(Config):
+    """FamilyConfig(**sizes). Raises ValueError for values without meaning, or that contradict
+    others."""
+    defaults = {field.name: field.default for field in fields(FamilyConfig)}
+    for field in fields(FamilyConfig):
         value, choices = sizes.get(field.name, field.default), get_args(field.type)  # a Literal's
         if choices and repr(value) not in map(repr, choices):  # 0 == False, but no value of `bias`
             allowed = ", ".join(map(str, choices))
@@ -108,14 +109,14 @@ def checked(sizes):
     if sizes["experts"] and sizes["top_k"] > sizes["experts"]:
         chosen = f"{sizes['top_k']} of {sizes['experts']} experts"
         raise ValueError(f"a token can't go to {chosen}: change top-k")
-    return Config(**sizes)
+    return FamilyConfig(**sizes)
 
 
 @functools.cache
 def parameter_shapes(config):
     """{full name: shape} of all parameters of the whole model, a tied matrix once."""
     with torch.device("meta"):
-        return {name: p.shape for name, p in GPT(config).named()}
+        return {name: p.shape for name, p in build(config).named()}
 
 
 def parameter_count(config):

@@ -5,8 +5,7 @@ import contextlib
 import torch
 import torch.distributed as dist
 
-import model as gpt
-from harness import data, documents, files, initialize
+from harness import data, documents, families, files, initialize
 from harness.flags import DTYPES, configure
 from harness.presets import parameter_count
 from harness.refusal import NOBODY_READS, Refused, refuse
@@ -112,7 +111,7 @@ class TrainingRank(Rank):
     def meta_model(self):
         """The whole GPT on the meta device, without memory: cut it, then `fill` it."""
         with torch.device("meta"):
-            return gpt.GPT(self.config)
+            return families.build(self.config)
 
     def fill(self, model, draw=initialize.draw):
         """Give a model on the meta device this rank's pieces of the weights. draw: as of

@@ -19,9 +19,8 @@ from torch.utils.checkpoint import checkpoint
 import dualpipe
 import expert_parallel
 import harness
-import model as gpt
 import zero_bubble
-from harness import initialize, presets
+from harness import families, initialize, presets
 from pipeline import Schedule
 from receipts import dualpipe as receipt
 from receipts import pipeline as schedules
@@ -136,7 +135,7 @@ def one_step(schedule_of, turns, watch=contextlib.nullcontext):
 
     def whole():
         with torch.device("meta"):
-            return gpt.GPT(CONFIG)
+            return families.build(CONFIG)
 
     parts = harness.split(whole, layers, [0, 1])
     for part in parts.values():

@@ -8,8 +8,7 @@ from reference import batch
 
 import expert_parallel as ep
 import harness
-import model as gpt
-from harness import initialize, presets
+from harness import families, initialize, presets
 from proof.ledger import Ledger
 
 SIZES = dict(layers=2, heads=4, width=32, context=12, vocab=61, balance_loss=0.3, z_loss=0.1)
@@ -25,7 +24,7 @@ CONFIGS = {
 
 def build(config, group, chunks=1, dtype=torch.float64):
     with torch.device("meta"):
-        model = gpt.GPT(config)
+        model = families.build(config)
     model = ep.parallelize_experts(model, group, chunks=chunks)
     return initialize.fill(model, 7, dtype=dtype, take=harness.take)
 

@@ -14,7 +14,7 @@ import harness
 import mixture
 import model as gpt
 import packed_documents
-from harness import initialize, presets
+from harness import families, initialize, presets
 from proof.ledger import Ledger
 from receipts.formulas import Sizes, block_bytes, flops_per_token
 
@@ -225,7 +225,7 @@ def test_published_sizes():
 
 
 def test_with_one_expert_a_token_the_router_learns():
-    model = gpt.GPT(presets.configure(layers=1, experts=3, top_k=1))
+    model = families.build(presets.configure(layers=1, experts=3, top_k=1))
     tokens = torch.randint(model.config.vocab, (2, 9))
     model(tokens, targets=tokens).backward()
     assert model.blocks["0"].mlp.router.weight.grad.abs().max() > 1e-6
@@ -242,7 +242,7 @@ def test_a_preset_turned_into_the_other_family():
 def test_flops_count_every_matrix():
     for config in map(presets.configure, ("tiny", "llama3-8b", "qwen3-8b", "qwen3-0.6b")):
         with torch.device("meta"):
-            linear = [m for m in gpt.GPT(config).modules() if isinstance(m, torch.nn.Linear)]
+            linear = [m for m in families.build(config).modules() if isinstance(m, torch.nn.Linear)]
         attention = 12 * config.layers * config.context * config.heads * config.head_dim
         assert flops_per_token(config) == 6 * sum(m.weight.numel() for m in linear) + attention
     dense, mixture = presets.configure(), presets.configure(experts=8, top_k=3, shared=2)
@@ -415,6 +415,11 @@ def test_dropout_is_off_without_samples():
 def test_sizes_that_contradict_each_other(wrong, words):
     with pytest.raises(ValueError, match=words):
         presets.configure(**wrong)
+
+
+def test_a_gpt_leaves_no_field_of_a_family_out():
+    with pytest.raises(AssertionError, match="families"):
+        gpt.GPT(families.FamilyConfig(embedding_scale=12.0))
 
 
 def test_the_file_works_alone_and_refuses(ranks, tmp_path):

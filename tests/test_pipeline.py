@@ -17,7 +17,7 @@ import model as gpt
 import pipeline as pp
 import zero_bubble as zb
 from dualpipe import PairedSchedule
-from harness import initialize, presets
+from harness import families, initialize, presets
 from receipts import pipeline as schedules
 from receipts.formulas import flops_per_token
 from receipts.pipeline import SCHEDULES, find_schedule
@@ -201,7 +201,7 @@ def test_a_forward_without_a_backward_is_refused(ranks):
 def test_stages_of_a_tied_model_on_two_ranks_need_a_group():
     config = CONFIGS["gpt2"]
     with torch.device("meta"), pytest.raises(ValueError, match="tied_group"):
-        harness.split(lambda: gpt.GPT(config), [range(1), range(1, config.layers)], [0])
+        harness.split(lambda: families.build(config), [range(1), range(1, config.layers)], [0])
 
 
 @pytest.mark.parametrize("vocab", [100, 2000, 10000])
@@ -228,7 +228,7 @@ def test_balance_is_the_best_there_is(vocab):
 def build(config, schedule, rank, ends):
     def whole():
         with torch.device("meta"):
-            return gpt.GPT(config)
+            return families.build(config)
 
     layers = schedules.stage_layers(config, schedule.last + 1)
     parts = harness.split(whole, layers, schedule.stages(rank), ends)

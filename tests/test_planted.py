@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import parallel as dtensor
 
 from harness import initialize
-from model import Config
+from harness.families import FamilyConfig
 from proof import compare
 from proof.recorder import Recorder
 from trainer import pretrained
@@ -275,7 +275,7 @@ WITH_DDP = {
 
 class OurModel(Loop):
     def build(self):
-        config = Config(**self.config)
+        config = FamilyConfig(**self.config)
         draw = pretrained.Folder(f"{self.folder}/start", config).draw
         model = initialize.build(config, dtype=torch.float64, draw=draw)
         mesh = init_device_mesh("cpu", (2,))

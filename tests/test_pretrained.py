@@ -289,7 +289,7 @@ def test_defaults_and_precedence_are_transformers(tmp_path, kind, fields):
     (tmp_path / "config.json").write_text(json.dumps(content))
     right = transformers.AutoConfig.from_pretrained(tmp_path)
     right.standardize_rope_params()  # as it is called again when the model is built
-    rope, ours = right.rope_parameters, presets.Config(**hf_config.read(tmp_path))
+    rope, ours = right.rope_parameters, presets.FamilyConfig(**hf_config.read(tmp_path))
     found = ours.kv_heads, ours.norm_eps, ours.tied, ours.rope_theta
     assert found == (
         right.num_key_value_heads,

@@ -6,11 +6,10 @@ import torch.distributed as dist
 from reference import batch
 
 import harness
-import model as gpt
 import sequence_parallel as sp
 import tensor_overlap
 import tensor_parallel as tp
-from harness import initialize, presets
+from harness import families, initialize, presets
 from proof.ledger import storage_bytes
 from receipts import sequence_parallel as by_paper
 from receipts import tensor_parallel
@@ -38,7 +37,7 @@ def saved_bytes(model, block, *args, **kwargs):
 
 def build(config, parallelize, again=False):
     with torch.device("meta"):
-        model = gpt.GPT(config)
+        model = families.build(config)
     model = tensor_overlap.overlap(parallelize(model, dist.group.WORLD), again)
     return initialize.fill(model, 7, dtype=torch.float64, take=harness.take)
 

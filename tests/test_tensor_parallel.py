@@ -11,17 +11,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import expert_parallel
 import harness
-import model as gpt
 import sequence_parallel
 import tensor_overlap
 import tensor_parallel as tp
 import zero_bubble
-from harness import initialize, presets
+from harness import families, initialize, presets
 
 
 def build(config, group, parallelize=tp.parallelize_tensors):
     with torch.device("meta"):
-        model = gpt.GPT(config)
+        model = families.build(config)
     model = parallelize(model, group)
     return initialize.fill(model, 7, dtype=torch.float64, take=harness.take)
 
@@ -64,7 +63,7 @@ def test_cuts_real_weights_as_drawn_ones_and_frees_the_whole(ranks):
             names = [name for name, _ in model.named()]
             real = dict(parallelize(model, dist.group.WORLD).named())
             with torch.device("meta"):
-                drawn = gpt.GPT(config)
+                drawn = families.build(config)
             drawn = parallelize(drawn, dist.group.WORLD)
             initialize.fill(drawn, 7, dtype=torch.float64, take=harness.take)
             assert sorted(real) == sorted(names) == sorted(name for name, _ in drawn.named())

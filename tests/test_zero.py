@@ -19,9 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import composition
 import ddp
 import fsdp
-import model as gpt
 import zero
-from harness import initialize, presets, zero_flags
+from harness import families, initialize, presets, zero_flags
 from proof.ledger import lasting
 from receipts import zero as zero_bytes
 from receipts.formulas import Group, Sizes
@@ -177,7 +176,7 @@ def test_shards_are_the_model_and_differ(ranks):
 
     def work(rank):
         with torch.device("meta"):
-            model = gpt.GPT(CONFIGS["llama"])
+            model = families.build(CONFIGS["llama"])
         drawn = []
 
         def draw(name, *given):

@@ -1,4 +1,4 @@
-"""config.json of Hugging Face folders, as the fields of model.Config, and the other way round.
+"""config.json of Hugging Face folders, as the fields of FamilyConfig, and the other way round.
 
 FAMILIES lists what can be read. A field that is left out has transformers' default for the family.
 A model that model.py would compute in another way is refused in one sentence.
@@ -20,7 +20,7 @@ import torch
 from harness import read_json
 from harness.presets import checked
 
-# Fields of model.Config, and what config.json calls them
+# Fields of FamilyConfig, and what config.json calls them
 GPT2_NAMES = {
     "layers": "n_layer",
     "heads": "n_head",
@@ -143,7 +143,7 @@ KNOWN = {
 
 
 def read(folder, context=None):
-    """The fields of model.Config that a folder's config.json asks for. context: the longest
+    """The fields of FamilyConfig that a folder's config.json asks for. context: the longest
     sequence to be trained, if it is known. Raises ValueError, in one sentence, for what is missing,
     or not what our model does."""
     path = pathlib.Path(folder) / "config.json"

@@ -49,7 +49,7 @@ def add_flags(parser):
 
 
 def shape_of(args):
-    """The fields of model.Config that --init-from asks for, or None without it. Refuses a folder
+    """The fields of FamilyConfig that --init-from asks for, or None without it. Refuses a folder
     that can't be read, and flags that ask for another model."""
     if not args.init_from:
         return None

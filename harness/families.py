@@ -1,0 +1,70 @@
+"""Models after Llama: what some published families have, and model.py's GPT has not.
+
+    model = build(FamilyConfig(layers=2, embedding_scale=12.0))
+
+`build` makes the GPT and replaces some of its submodules. Parameters keep their names, and a
+technique finds all modules in their places. docs/use/fine-tune.md lists the families.
+"""
+
+from dataclasses import dataclass, fields
+
+import torch.nn as nn
+
+from model import GPT, Config, initial_distribution
+
+
+@dataclass(frozen=True)
+class FamilyConfig(Config):
+    """model.py's Config with further fields. By default the model is model.py's GPT."""
+
+    # Factors (Granite) of the embedding, of q, of what attention and MLP add to x, of the logits
+    embedding_scale: float = 1.0
+    query_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
+
+
+def build(config):
+    """The GPT of a FamilyConfig. On the meta device it has shapes only, as every module there."""
+    plain = Config(**{field.name: getattr(config, field.name) for field in fields(Config)})
+    model = GPT(plain)
+    model.config = config
+    if config.embedding_scale != 1:
+        model.embed.drop = Scaled(model.embed.drop, config.embedding_scale)
+    for block in model.blocks.values():
+        if config.query_scale != 1:
+            block.attn.q_norm = Scaled(block.attn.q_norm, config.query_scale)
+        if config.residual_scale != 1:
+            block.attn_drop = Scaled(block.attn_drop, config.residual_scale)
+            block.mlp_drop = Scaled(block.mlp_drop, config.residual_scale)
+    if config.logits_scale != 1:
+        assert config.norm == "rmsnorm", "logits_scale is known with RMSNorm only"
+        model.head.norm = ScaledNorm(config, config.logits_scale)
+    for name, p in model.named_parameters():
+        if not hasattr(p, "init"):  # as GPT does for all others
+            p.init = initial_distribution(name, config.layers)
+            if not p.is_meta:
+                nn.init.normal_(p, *p.init)
+    return model
+
+
+class Scaled(nn.Module):
+    """`layer` of factor * x, for a layer without parameters: a dropout, an identity."""
+
+    def __init__(self, layer, factor):
+        super().__init__()
+        self.layer, self.factor = layer, factor
+
+    def forward(self, x, *others):
+        return self.layer(x * self.factor, *others)
+
+
+class ScaledNorm(nn.RMSNorm):
+    """Its result is multiplied by `factor`."""
+
+    def __init__(self, config, factor):
+        super().__init__(config.width, eps=config.norm_eps)
+        self.factor = factor
+
+    def forward(self, x):
+        return super().forward(x) * self.factor
