@@ -57,11 +57,9 @@ class Config:
     rope_theta: float = 10000.0
     # frequencies -> (frequencies, factor of cos and sin): for long sequences (Llama 3.1, YaRN)
     rope_scaling: object = None
-    no_rope_every: int = 0  # every so many-th layer has no rotary positions (SmolLM3); 0: none
     norm_eps: float = 1e-5
     # A norm of q and of k: of each head by itself (Qwen3), or of all heads together (OLMo 2)
     qk_norm: Literal["none", "each", "all"] = "none"
-    norm_after: bool = False  # of what attention and MLP add to x, not of what they see (OLMo 2)
     # A mixture of experts, unless experts is 0: see mixture.py
     experts: int = 0
     top_k: int = 2  # experts per token
@@ -102,7 +100,7 @@ class Block(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         self.attn_norm = make_norm(config)
-        self.attn = Attention(config, layer)
+        self.attn = Attention(config)
         # Not nn.Dropout: see Dropout. site: its number in the model
         self.attn_drop = Dropout(config.dropout, 2 * layer + 1)
         self.mlp_norm = make_norm(config)
@@ -115,15 +113,6 @@ class Block(nn.Module):
         return x
 
 
-class NormAfterBlock(Block):
-    """With the norms on the other side: of what is added to x (OLMo 2)."""
-
-    def forward(self, x, batch=Batch()):
-        x = x + self.attn_drop(self.attn_norm(self.attn(x, batch)), batch.drop_key)
-        x = x + self.mlp_drop(self.mlp_norm(self.mlp(x, batch)), batch.drop_key)
-        return x
-
-
 class GPT(nn.Module):
     """The whole model. A pipeline stage sets `embed` or `head` to None, or deletes some of
     `blocks`: forward skips what is missing."""
@@ -133,8 +122,7 @@ class GPT(nn.Module):
         assert type(config) is Config, "a config with more fields needs harness/families.py"
         self.config = config
         self.embed = Embedding(config)
-        block = NormAfterBlock if config.norm_after else Block
-        self.blocks = nn.ModuleDict({str(i): block(config, i) for i in range(config.layers)})
+        self.blocks = nn.ModuleDict({str(i): Block(config, i) for i in range(config.layers)})
         self.head = Head(config)
         self.loss = CrossEntropy()
         if config.tied:
@@ -202,12 +190,11 @@ class Attention(nn.Module):
     ordered by key/value head: q..q k v | q..q k v | .... So a cut into n equal parts runs between
     heads if n divides the number of key/value heads."""
 
-    def __init__(self, config, layer=0):
+    def __init__(self, config):
         super().__init__()
         self.head_dim = config.head_dim  # D
         self.queries_per_kv = config.heads // config.kv_heads
-        skipped = config.no_rope_every and (layer + 1) % config.no_rope_every == 0
-        self.rotary = config.positions == "rope" and not skipped
+        self.rotary = config.positions == "rope"
         self.enter = nn.Identity()
         rows = (config.heads + 2 * config.kv_heads) * config.head_dim
         self.qkv = nn.Linear(config.width, rows, bias=config.bias is not False)

@@ -10,13 +10,15 @@ from dataclasses import dataclass, fields
 
 import torch.nn as nn
 
-from model import GPT, Config, initial_distribution
+from model import GPT, Batch, Block, Config, initial_distribution
 
 
 @dataclass(frozen=True)
 class FamilyConfig(Config):
     """model.py's Config with further fields. By default the model is model.py's GPT."""
 
+    norm_after: bool = False  # of what attention and MLP add to x, not of what they see (OLMo 2)
+    no_rope_every: int = 0  # every so many-th layer has no rotary positions (SmolLM3); 0: none
     # Factors (Granite) of the embedding, of q, of what attention and MLP add to x, of the logits
     embedding_scale: float = 1.0
     query_scale: float = 1.0
@@ -31,7 +33,12 @@ def build(config):
     model.config = config
     if config.embedding_scale != 1:
         model.embed.drop = Scaled(model.embed.drop, config.embedding_scale)
-    for block in model.blocks.values():
+    for layer in range(config.layers):
+        if config.norm_after:
+            model.blocks[str(layer)] = NormAfterBlock(plain, layer)
+        block = model.blocks[str(layer)]
+        if config.no_rope_every and (layer + 1) % config.no_rope_every == 0:
+            block.attn.rotary = False
         if config.query_scale != 1:
             block.attn.q_norm = Scaled(block.attn.q_norm, config.query_scale)
         if config.residual_scale != 1:
@@ -46,6 +53,15 @@ def build(config):
             if not p.is_meta:
                 nn.init.normal_(p, *p.init)
     return model
+
+
+class NormAfterBlock(Block):
+    """With the norms on the other side: of what is added to x."""
+
+    def forward(self, x, batch=Batch()):
+        x = x + self.attn_drop(self.attn_norm(self.attn(x, batch)), batch.drop_key)
+        x = x + self.mlp_drop(self.mlp_norm(self.mlp(x, batch)), batch.drop_key)
+        return x
 
 
 class Scaled(nn.Module):
