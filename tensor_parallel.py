@@ -39,8 +39,6 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable  # refuses a gradient of a gradient
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils.checkpoint import _CachingTorchDispatchMode
 
 # --- the plainest form: an MLP between Enter and Leave
 
@@ -64,33 +62,18 @@ class Enter(torch.autograd.Function):
 
 class Leave(torch.autograd.Function):
     """Forward: the sum of all ranks' x. Backward: the gradient itself. (The all_reduce of
-    torch.distributed.nn would sum it: t times too much.)
-
-    The sum overwrites x, the result of a matmul, which nothing else needs. Autograd raises an error
-    if backward needs x, as after exp or softmax, or if x is a leaf: then give it x.clone()."""
+    torch.distributed.nn would sum it: t times too much.)"""
 
     @staticmethod
     def forward(ctx, x, group):
-        if selective_checkpointing():
-            x = x.clone()
-        else:
-            ctx.mark_dirty(x)
-        dist.all_reduce(x, group=group)
-        return x
+        total = x.clone()  # x may have other users
+        dist.all_reduce(total, group=group)
+        return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         return grad, None
-
-
-def selective_checkpointing():
-    """Whether torch's selective activation checkpointing runs. It may keep x, and give it to Leave
-    again when the region is computed anew: if x were overwritten, it would be summed twice."""
-    if torch.compiler.is_compiling():
-        return False
-    modes = _get_current_dispatch_mode_stack()
-    return any(isinstance(mode, _CachingTorchDispatchMode) for mode in modes)
 
 
 class PlainTensorMLP(nn.Module):

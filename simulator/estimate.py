@@ -14,7 +14,7 @@ from simulator.links import link_of
 from trainer.layout import schedule_of
 
 # Measured time / estimate, of nine in ten of the runs of benchmarks/published.py
-LIKELY = 0.92, 1.24
+LIKELY = 0.91, 1.23
 
 
 class Estimate(NamedTuple):

@@ -29,7 +29,7 @@ from foreign import (
     one_process,
 )
 from reference import case, cuts_of, piece
-from tops import choices, in_one_file, on_top_of, refused, run_usage
+from tops import choices, in_one_file, on_top_of, run_usage
 from torch.distributed import group
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from uses import TOPS, Layout, equals_one_process, play_alone, saliency
@@ -422,11 +422,9 @@ def test_enter_and_leave_keep_what_others_hold(tp):
         assert leaf.grad.tolist() == [10.0] * 3  # both ranks' uses
         assert other.grad.tolist() == [5.0] * 3
     leaf = torch.ones(3, requires_grad=True)
-    y = tp.Leave.apply(leaf * 1, group.WORLD)
-    y.sum().backward()
-    assert y.tolist() == [2.0] * 3 and leaf.grad.tolist() == [1.0] * 3
-    with refused("in-place"):
-        tp.Leave.apply(leaf, group.WORLD)
+    y = tp.Leave.apply(leaf, group.WORLD)
+    (5 * y + leaf).sum().backward()
+    assert y.tolist() == [2.0] * 3 and leaf.grad.tolist() == [6.0] * 3
 
 
 @on_top_of("tensor_parallel", 2)

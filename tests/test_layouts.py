@@ -357,10 +357,10 @@ a weight's gradient of tokens that are not there yet: tensor_overlap:EnterLinear
     x = finish_gather() -> x = torch.zeros_like(finish_gather())
     sgd --tp 2 --sp --gather-again -> step 1, backward -> it is zero: it was never computed
 recomputed without the collectives: tensor_parallel:Leave.forward
-    dist.all_reduce(x -> torch._C._current_graph_task_id() < 0 and dist.all_reduce(x
+    dist.all_reduce(total -> torch._C._current_graph_task_id() < 0 and dist.all_reduce(total
     sgd --tp 2 --recompute block -> step 1, backward ->
 a message that no formula has: tensor_parallel:Leave.forward
-    dist.all_reduce(x -> + dist.broadcast(x.clone(), group_src=0, group=group)
+    dist.all_reduce(total -> + dist.broadcast(x.clone(), group_src=0, group=group)
     sgd --tp 2 -> nothing ->
 partial gradients left partial: sequence_parallel:mark_partial
     if group not in cut_over and -> if group in cut_over and
