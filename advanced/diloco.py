@@ -10,20 +10,18 @@ its outer gradient, old weights - new weights. The islands average these, and an
 SGD with Nesterov momentum, subtracts the mean: one step from the old weights towards the new ones.
 This is not ddp.py's loss curve. The demo compares with one process that plays all islands.
 
-Sent      Every H steps an outer gradient of P elements of e bytes. `outer_step` all-reduces it: 1/H
-          of what ddp.py sends. The class DiLoCo all-gathers it in K parts, (N-1) (P e + 16 K)
-          bytes: so all of N islands add the same numbers in the same order, and get the same bits.
-          K is 1, unless it streams: then the parts take turns, and each message is about 1/K as
-          large. Or delay: D more inner steps hide a message. The island then goes on from the mean
-          of the outer weights and its own.
-Limits    An island also holds old weights, outer momentum, and N messages. Buffers and inner
-          optimizers' states are not averaged. For fast links take ddp.py. More, such as
-          what it costs in loss: docs/learn/diloco.md.
+Sent      2 r P e bytes every H steps, an all-reduce of the outer gradients: 1/H of what ddp.py
+          sends. P parameters of e bytes, N islands, r = (N-1)/N.
+Streaming The model is cut into K parts that take turns: each message is about 1/K as large.
+Delay     D more inner steps hide a message. The island then goes on from the mean of the outer
+          weights and its own.
+Limits    An island also holds old weights and outer momentum. Buffers and inner optimizers' states
+          are not averaged. For fast links take ddp.py. More, such as what it costs in loss:
+          docs/learn/diloco.md.
 
     torchrun --nproc_per_node=4 -m advanced.diloco         (needs model.py, to train)
 
 Douillard et al. 2023, DiLoCo, arXiv:2311.08105; 2025, Streaming DiLoCo, arXiv:2501.18512.
-Karimireddy et al. 2019, Error feedback, arXiv:1901.09847.
 """
 
 import argparse
@@ -31,9 +29,6 @@ import argparse
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-
-# torch 2.13 renamed it; older versions know only the second name
-all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 # --- the plainest form: after H inner steps, one outer step
 
@@ -43,7 +38,7 @@ def outer_step(parameters, old, outer, group):
     such as torch.optim.SGD(old, lr=0.7, momentum=0.9, nesterov=True): after every H steps. old:
     copies of the parameters after the last outer step, equal on all islands.
 
-    Not checked: that the islands start equal (DiLoCo checks it), and count their steps alike. After
+    Not checked, here and below: that the islands start equal, and count their steps alike. After
     steps that no outer step follows the islands end different. (All in p's dtype: for 16 bits take
     DiLoCo.)"""
     pairs = list(zip(old, parameters))
@@ -67,26 +62,22 @@ class DiLoCo:
     group   one rank of each island: those that hold the same parameters
     parts   into how many parts the model is cut, which are sent in turn
     delay   inner steps between sending and averaging, which hide the message
-    codec   for messages of fewer bits: encode(flat tensor) -> bytes, decode(bytes, like) -> the
-            flat tensor in float64. What it leaves out is added to the next message
 
     Call diloco.step() even after an optimizer.step() that was skipped. A checkpoint needs `steps`,
-    and of each part old, outer, rounding_error and sent_at; a message on its way is lost. An island
-    may be trained by any other technique: docs/use/two-techniques.md."""
+    and of each part old, outer and sent_at; a message on its way is lost. An island may be trained
+    by any other technique: docs/use/two-techniques.md."""
 
-    def __init__(
-        self, model, group, every, outer_lr=0.7, outer_momentum=0.9, parts=1, delay=0, codec=None
-    ):
+    def __init__(self, model, group, every, outer_lr=0.7, outer_momentum=0.9, parts=1, delay=0):
         parameters = model.parameters() if isinstance(model, nn.Module) else model
         self.parameters = [p for p in parameters if p.requires_grad]
-        self.group, self.every, self.delay, self.codec = group, every, delay, codec
+        self.group, self.every, self.delay = group, every, delay
         self.steps = 0
         check_diloco_arguments(self, parts)
         self.parts = []
         lists = consecutive(self.parameters, parts)
         for i, members in enumerate(lists):
             offset = i * every // len(lists)
-            self.parts.append(Part(members, offset, outer_lr, outer_momentum, codec))
+            self.parts.append(Part(members, offset, outer_lr, outer_momentum))
 
     @torch.no_grad()
     def step(self):
@@ -117,63 +108,39 @@ class DiLoCo:
             part.restart(keep=0)  # after a delay _average has mixed in half of its own
 
     def _send(self, part):
-        # The header lets check_agreement refuse islands that have drifted apart
-        part.in_flight = self.exchange(torch.cat([header(self.steps, part.old), part.message()]))
+        part.in_flight = self.start_mean(part)
         part.sent_at = self.steps
 
     def _average(self, part):
-        messages = part.in_flight()
+        part.outer_step(part.in_flight())
         part.in_flight = None
-        check_agreement(messages)
-        part.outer_step([message[HEADER:] for message in messages])
         part.restart(keep=0.5 if self.delay else 0)  # Streaming DiLoCo's alpha = 1/2
 
-    def exchange(self, message):
-        """Send a message, bytes, to all islands. Returns a function that waits for all messages
-        and returns them, in one order on all islands. A subclass may send by other means."""
-        received = message.new_empty(dist.get_world_size(self.group) * len(message))
-        work = all_gather_into_tensor(received, message, group=self.group, async_op=True)
-
-        def receive():
-            work.wait()
-            return received.split(len(message))
-
-        return receive
+    def start_mean(self, part):
+        """A subclass may send by other means, or in fewer bits."""
+        return start_mean(part.outer_gradient(), self.group)
 
 
 class Part:
     """Consecutive parameters that are sent together, at the steps s with s % every == offset."""
 
-    def __init__(self, parameters, offset, lr, momentum, codec=None):
-        self.parameters, self.offset, self.codec = parameters, offset, codec
+    def __init__(self, parameters, offset, lr, momentum):
+        self.parameters, self.offset = parameters, offset
         self.old = flat_copy(parameters)  # after the last outer step: equal on all islands
         pieces = self.old.split([p.numel() for p in parameters])
         self.pairs = [(p, piece.view_as(p)) for p, piece in zip(parameters, pieces)]
-        self.rounding_error = torch.zeros_like(self.old) if codec else None
         self.outer = torch.optim.SGD([self.old], lr, momentum, nesterov=momentum > 0)
         self.sent_at = 0  # the step of the last message
-        self.in_flight = None  # or a function that waits for all islands' messages
+        self.in_flight = None  # or a function that waits for the islands' mean
 
-    def message(self):
-        """This island's outer gradient as bytes."""
+    def outer_gradient(self):
         # p started from old rounded to p's dtype. Measured from there: rounding is no movement.
         # (After a delay it started halfway: its own half counts as movement)
         moved = [(old.to(p.dtype) - p.to(old.dtype)).flatten() for p, old in self.pairs]
-        outer_gradient = torch.cat(moved)
-        if self.codec is None:
-            return outer_gradient.view(torch.uint8)
-        outer_gradient += self.rounding_error  # error feedback: what the last message left out
-        message = self.codec.encode(outer_gradient)
-        self.rounding_error = outer_gradient - self.codec.decode(message, self.old).to(self.old)
-        return message
+        return torch.cat(moved)
 
-    def outer_step(self, messages):
-        # In float64 and in one order: all islands get the same bits
-        total = torch.zeros_like(self.old, dtype=torch.float64)
-        for message in messages:
-            plain = self.codec is None
-            total += message.view(self.old.dtype) if plain else self.codec.decode(message, self.old)
-        self.old.grad = (total / len(messages)).to(self.old)
+    def outer_step(self, mean):
+        self.old.grad = mean
         self.outer.step()
         self.old.grad = None
 
@@ -181,6 +148,18 @@ class Part:
         """Go to the outer weights, mixed with a fraction `keep` of this island's own."""
         for p, old in self.pairs:
             p.copy_(old + keep * (p - old))
+
+
+def start_mean(x, group):
+    """Start to average x over the group. Returns a function that waits for the mean, the same bits
+    on all ranks, and returns it."""
+    work = dist.all_reduce(x, group=group, async_op=True)
+
+    def mean():
+        work.wait()
+        return x / dist.get_world_size(group)
+
+    return mean
 
 
 def flat_copy(parameters):
@@ -201,22 +180,6 @@ def consecutive(parameters, parts):
 
 
 # --- mistakes that would be silent: refused
-
-HEADER = 16  # bytes in front of a message
-
-
-def header(steps, old):
-    """Two integers that must be equal on all islands: steps, and a checksum of the old weights."""
-    checksum = old.view(torch.int32).sum()  # an int64
-    return torch.stack([checksum.new_tensor(steps), checksum]).view(torch.uint8)
-
-
-def check_agreement(messages):
-    """All islands raise together if the headers of their messages differ."""
-    headers = torch.stack([message[:HEADER] for message in messages]).view(torch.int64)
-    for name, values in zip(("numbers of steps", "old weights"), headers.T.tolist()):
-        if len(set(values)) > 1:
-            raise RuntimeError(f"the islands have different {name}: {values}")
 
 
 def check_diloco_arguments(diloco, parts):
@@ -290,14 +253,7 @@ def train(form, parts, delay, args, device):
         weights = [(name, p.data, q.data) for (name, p), q in pairs]
         ones[island].compare(step - 1, loss.detach(), losses[island], gradients, weights)
     size = sum(p.sends * p.old.nbytes for p in played)
-    if form == "outer_step":
-        formula = "2 r P e, every H steps", 2 * (n - 1) / n * size
-    else:
-        heads = sum(
-            next(p for p in played if p.offset == part.offset).sends for part in diloco.parts
-        )
-        formula = "(N-1) (P e + 16 K), every H steps", (n - 1) * (size + 16 * heads)
-    ones[island].prove(sent, *formula)
+    ones[island].prove(sent, "2 r P e, every H steps", 2 * (n - 1) / n * size)
 
 
 def zip_all(ones):

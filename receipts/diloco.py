@@ -47,7 +47,7 @@ def settle(args, every):
 
 
 def options(args):
-    """The flags as DiLoCo's options, but the codec."""
+    """The flags as DiLoCo's options."""
     return {
         "outer_lr": args.outer_lr,
         "outer_momentum": args.outer_momentum,
@@ -193,13 +193,13 @@ class Player(OneProcess):
 
 
 def message_bytes(numbers, bits, element_size):
-    """Bytes of one message between islands, of so many of the model's numbers: two integers, then
-    numbers as they are (bits None), in bfloat16, or in blocks of 128 with a scale of 4 bytes."""
+    """Bytes of one message between islands, of so many of the model's numbers: as they are (bits
+    None), in bfloat16, or in blocks of 128 with a scale of 4 bytes."""
     if bits is None:
-        return 16 + numbers * element_size
+        return numbers * element_size
     if bits == 16:
-        return 16 + numbers * 2
-    return 16 + ceil(numbers, 128) * (4 + 128 * bits // 8)
+        return numbers * 2
+    return ceil(numbers, 128) * (4 + 128 * bits // 8)
 
 
 def expected(parts, group, args, element_size, steps, finished=False):
@@ -213,8 +213,11 @@ def expected(parts, group, args, element_size, steps, finished=False):
         if finished:
             times += steps[-1] % args.sync_every != offset
         size += times * message_bytes(numbers, args.outer_bits, element_size)
-    text = "(N-1) of P b / 8 and scales, each H steps"
-    sent = {("all_gather", group.name): ((group.ranks - 1) * size / len(steps), text)}
+    size /= len(steps)
+    sent = formulas.summed(group, size, "2 r P e, each H steps")
+    if args.outer_bits:
+        text = "(N-1) of P b / 8 and scales, each H steps"
+        sent = {("all_gather", group.name): ((group.ranks - 1) * size, text)}
     old = sum(numbers for numbers, _ in parts) * element_size
     return sent, {
         "old_weights": (old, "P, in float32 at least"),

@@ -15,7 +15,7 @@ import torch.nn as nn
 import uses
 from foreign import LENGTH, MODELS, WIDTH, batch, broken
 from reference import case
-from tops import choices, on_top_of, refused
+from tops import choices, refused
 from torch.distributed import group
 from uses import TOPS, WAYS, Layout, context_core, equals_one_process, own_links
 
@@ -426,20 +426,3 @@ def test_results_of_stages_that_cannot_be_sent(copied, cut, words):
 
     with pytest.raises(AssertionError, match=f"ValueError: .*{words}"):
         copied(TOPS, 2, work)
-
-
-@on_top_of("diloco", 2)
-def test_islands_that_differ(diloco):
-    """In the count of their steps, weights, settings: at the next outer step, on all of them."""
-    rank = dist.get_rank()
-    for options, steps, words in (
-        ({}, 2 * rank, r"different numbers of steps: \[2, 4\]"),
-        ({}, 0, "different old weights"),
-        (dict(outer_lr=0.1 + rank), 0, "different old weights"),
-    ):
-        use = make("mlp", dict(islands=2, outer=options))
-        use.diloco.steps = steps
-        if not options and not steps:
-            use.diloco.parts[0].old[0] = rank
-        with refused(words):
-            act(use, "run step average " * 4)

@@ -26,8 +26,7 @@ from harness import Refused
 from harness.presets import parameter_shapes
 from proof.ledger import Ledger
 from receipts import diloco as player
-from trainer import checkpoint
-from trainer.outer_bits import Codec
+from trainer import checkpoint, outer_bits
 
 # Kinds of a checkpoint's pieces: the first two are equal on all islands
 OLD, MOMENTUM, ERROR = (checkpoint.OUTER + kind for kind in ("old", "momentum", "error"))
@@ -90,8 +89,7 @@ class Averaging(diloco.DiLoCo):
         self.loaded = False  # whether a checkpoint had the outer state
         stepped = [stepped for *_, stepped, _ in self.holdings]
         options = player.options(run.args)
-        codec = Codec(run.args.outer_bits) if run.args.outer_bits else None
-        super().__init__(stepped, groups["islands"], run.args.sync_every, codec=codec, **options)
+        super().__init__(stepped, groups["islands"], run.args.sync_every, **options)
         self.cut(options["outer_lr"], options["outer_momentum"])
         self.reference = player.Player(
             run,
@@ -115,15 +113,19 @@ class Averaging(diloco.DiLoCo):
                     size += stepped.numel()
             if not tensors:
                 continue  # another stage's
-            part = diloco.Part(tensors, offset, lr, momentum, self.codec)
+            part = diloco.Part(tensors, offset, lr, momentum)
+            part.rounding_error = torch.zeros_like(part.old) if self.args.outer_bits else None
             if momentum:
                 part.outer.state[part.old]["momentum_buffer"] = torch.zeros_like(part.old)
             self.parts.append(part)
 
-    def exchange(self, message):
+    def start_mean(self, part):
         """Messages go from device to device, also where masters are in the host's memory."""
-        receive = super().exchange(message.to(self.run.device))
-        return lambda: [received.to(message.device) for received in receive()]
+        bits, device = self.args.outer_bits, self.run.device
+        if bits:
+            return outer_bits.start_mean(part, bits, self.group, device)
+        mean = diloco.start_mean(part.outer_gradient().to(device), self.group)
+        return lambda: mean().to(part.old.device)
 
     def average_if_due(self, step):
         """After step number `step` of this island: an outer step, for the parts that are due."""
