@@ -5,9 +5,9 @@
     Block:   x --+-- norm -- Attention --(+)--+-- norm -- MLP or MoE --(+)-->
                  +------------------------+   +-------------------------+
 
-GPT-2 (learned positions, LayerNorm, GELU, biases, one matrix for embedding and output), Llama
-(rotary positions, RMSNorm, SwiGLU, grouped-query attention, no biases) and later models differ in
-fields of Config. With `experts` > 0 a mixture (mixture.py) takes the place of the MLP.
+GPT-2 (learned positions, LayerNorm, GELU, biases, one matrix for embedding and output) and Llama
+(rotary positions, RMSNorm, SwiGLU, grouped-query attention, no biases) differ in fields of Config.
+With `experts` > 0 a mixture (mixture.py) takes the place of the MLP.
 
 The model itself sends nothing. A technique replaces submodules, or removes them. `enter` is an
 identity that marks where tensor parallelism puts a message. `run_block`, `attend` and `finish` are
@@ -58,8 +58,6 @@ class Config:
     # frequencies -> (frequencies, factor of cos and sin): for long sequences (Llama 3.1, YaRN)
     rope_scaling: object = None
     norm_eps: float = 1e-5
-    # A norm of q and of k: of each head by itself (Qwen3), or of all heads together (OLMo 2)
-    qk_norm: Literal["none", "each", "all"] = "none"
     # A mixture of experts, unless experts is 0: see mixture.py
     experts: int = 0
     top_k: int = 2  # experts per token
@@ -199,8 +197,7 @@ class Attention(nn.Module):
         rows = (config.heads + 2 * config.kv_heads) * config.head_dim
         self.qkv = nn.Linear(config.width, rows, bias=config.bias is not False)
         self.qkv.weight.matrix_rows = config.head_dim  # muon.py takes each head as a matrix
-        self.q_norm = HeadNorm(config, config.heads)
-        self.k_norm = HeadNorm(config, config.kv_heads)
+        self.q_norm, self.k_norm = nn.Identity(), nn.Identity()  # some families have norms here
         self.core = AttentionCore()
         self.proj = nn.Linear(config.heads * config.head_dim, config.width, config.bias is True)
 
@@ -374,23 +371,6 @@ def hash64(x):
 def make_norm(config):
     kind = nn.LayerNorm if config.norm == "layernorm" else nn.RMSNorm
     return kind(config.width, eps=config.norm_eps)
-
-
-class HeadNorm(nn.Module):
-    """RMSNorm of x (B, T, H, D): of the D numbers of each head, or of all H D of a token."""
-
-    def __init__(self, config, heads):
-        super().__init__()
-        self.weight, self.eps = None, config.norm_eps
-        if config.qk_norm != "none":
-            size = heads * config.head_dim if config.qk_norm == "all" else config.head_dim
-            self.weight = nn.Parameter(torch.ones(size))
-
-    def forward(self, x):
-        if self.weight is None:
-            return x
-        normed = x.reshape(*x.shape[:2], -1, len(self.weight))  # (B, T, H, D) or (B, T, 1, H D)
-        return F.rms_norm(normed, self.weight.shape, self.weight, self.eps).view(x.shape)
 
 
 def rotary_table(positions, config, dtype):

@@ -259,8 +259,8 @@ def main():
     train("plain", split_plainly, Config(**sizes), args, device)
     train("gpt2", parallelize_sequence, Config(**sizes), args, device)
     sizes |= dict(positions="rope", norm="rmsnorm", mlp="swiglu", bias=False, tied=False)
-    config = Config(**sizes, kv_heads=t, qk_norm="each")  # two heads share one key/value head
-    train("llama, norms of q and k", parallelize_sequence, config, args, device)
+    config = Config(**sizes, kv_heads=t)  # two heads share one key/value head
+    train("llama", parallelize_sequence, config, args, device)
     leave()
 
 

@@ -353,10 +353,6 @@ def parallelize_tensors(model, group, whole_experts=False, enter=Enter, leave=Le
         attn.enter = Boundary(enter, group)
         attn.qkv = ColumnParallelLinear(attn.qkv, group)
         attn.proj = RowParallelLinear(attn.proj, group, leave)
-        if model.config.qk_norm == "all":
-            attn.q_norm, attn.k_norm = (SplitNorm(n, group) for n in (attn.q_norm, attn.k_norm))
-        elif model.config.qk_norm == "each" and enter is Enter:  # else see mark_partial
-            attn.q_norm, attn.k_norm = (WholeNorm(n, group) for n in (attn.q_norm, attn.k_norm))
         if model.config.experts:
             if not whole_experts:
                 mlp.enter, mlp.leave = Boundary(enter, group), Boundary(leave, group)
@@ -377,36 +373,6 @@ def parallelize_tensors(model, group, whole_experts=False, enter=Enter, leave=Le
         if model.config.tied and model.embed is not None:
             model.head.out.weight = model.embed.token.weight
     return model
-
-
-class WholeNorm(nn.Module):
-    """RMSNorm of each head by itself, x (B, T, H / t, D). The weight (D,) is whole on every rank,
-    which applies it to its own heads. So its gradient is a sum over ranks, as that of x is."""
-
-    def __init__(self, norm, group):
-        super().__init__()
-        self.weight, self.eps, self.group = norm.weight, norm.eps, group
-
-    def forward(self, x):
-        weight = Enter.apply(self.weight, self.group)
-        return F.rms_norm(x, weight.shape, weight, self.eps)
-
-
-class SplitNorm(nn.Module):
-    """RMSNorm of all heads together, x (B, T, H / t, D). Leave adds up the ranks' squares. What
-    every rank makes of the sum depends on it: Enter adds up its gradients."""
-
-    def __init__(self, norm, group):
-        super().__init__()
-        self.size, self.eps, self.group = len(norm.weight), norm.eps, group  # size: H D
-        self.weight = shard(norm.weight, 0, group)  # (H D / t,)
-
-    def forward(self, x):
-        heads = x.flatten(2).to(torch.promote_types(x.dtype, torch.float32))
-        squares = Leave.apply(heads.square().sum(-1, keepdim=True), self.group)  # (B, T, 1)
-        mean = Enter.apply(squares, self.group) / self.size
-        normed = heads * (mean + self.eps).rsqrt() * self.weight
-        return normed.to(x.dtype).view(x.shape)
 
 
 def cut_experts(experts, group):  # weights (E, out, in)
@@ -445,9 +411,6 @@ def main():
     sizes |= dict(positions="rope", norm="rmsnorm", mlp="swiglu", bias=False, tied=False)
     config = Config(**sizes, kv_heads=t)  # two heads share one key/value head
     train("llama", parallelize_tensors, config, args.steps, device)
-    for heads in ("each", "all"):  # as in Qwen3, as in OLMo 2
-        form, config = f"norms of q and k: {heads}", Config(**sizes, kv_heads=t, qk_norm=heads)
-        train(form, parallelize_tensors, config, args.steps, device)
     leave()
 
 
@@ -484,16 +447,11 @@ def train(form, split, config, steps, device):
             gradients.append((name, unshard(p.grad, q.shape, group), q.grad))
             weights.append((name, unshard(p.data, q.shape, group), q.data))
         one.compare(step, loss, alone, gradients, weights)
-    L, C, qk_norm, r = config.layers, config.width, config.qk_norm, (t - 1) / t
-    text, numbers, weights = "(4 L + 2) C + 3", (4 * L + 2) * C + 3, ""  # numbers per token
+    L, C, r = config.layers, config.width, (t - 1) / t
+    text, numbers = "(4 L + 2) C + 3", (4 * L + 2) * C + 3  # numbers per token
     if split is split_mlps:
         text, numbers = "2 L C", 2 * L * C
-    if qk_norm == "all":
-        text, numbers = "(4 L + 2) C + 3 + 4 L", numbers + 4 * L
-    formula = 2 * r * tokens.numel() * 8 * numbers
-    if qk_norm == "each":  # both weights (D,), of both micro-batches
-        weights, formula = " + 8 r L D e", formula + 8 * r * L * config.head_dim * 8
-    one.prove(sent, f"2 r B T e ({text}){weights}", formula)
+    one.prove(sent, f"2 r B T e ({text})", 2 * r * tokens.numel() * 8 * numbers)
 
 
 if __name__ == "__main__":

@@ -70,6 +70,7 @@ from trainer import (
     zero_options,
 )
 from trainer.context import attend_over_ranks, make_core
+from trainer.head_norms import cut_head_norms
 from trainer.large_vocabulary import lean_head
 from trainer.layout import cp_shape, open_groups, prepare, schedule_of
 from trainer.runner import Runner
@@ -209,6 +210,8 @@ def build(run, schedule, groups):
     if args.cp > 1:
         core = make_core(args.cp_kind, groups, args.documents)
     for part in parts.values():
+        if args.tp > 1:
+            cut_head_norms(part, tp, args.sp)
         if args.sp:
             sequence_parallel.parallelize_sequence(part, tp, args.fold_experts)
         elif args.tp > 1:

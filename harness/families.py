@@ -7,6 +7,7 @@ technique finds all modules in their places. docs/use/fine-tune.md lists the fam
 """
 
 from dataclasses import dataclass, fields
+from typing import Literal
 
 import torch.nn as nn
 
@@ -17,6 +18,8 @@ from model import GPT, Batch, Block, Config, initial_distribution
 class FamilyConfig(Config):
     """model.py's Config with further fields. By default the model is model.py's GPT."""
 
+    # A norm of q and of k: of each head by itself (Qwen3), or of all heads together (OLMo 2)
+    qk_norm: Literal["none", "each", "all"] = "none"
     norm_after: bool = False  # of what attention and MLP add to x, not of what they see (OLMo 2)
     no_rope_every: int = 0  # every so many-th layer has no rotary positions (SmolLM3); 0: none
     # Factors (Granite) of the embedding, of q, of what attention and MLP add to x, of the logits
@@ -39,6 +42,10 @@ def build(config):
         block = model.blocks[str(layer)]
         if config.no_rope_every and (layer + 1) % config.no_rope_every == 0:
             block.attn.rotary = False
+        if config.qk_norm != "none":
+            assert config.query_scale == 1, "norms of heads are known without a query_scale"
+            block.attn.q_norm = HeadNorm(config, config.heads)
+            block.attn.k_norm = HeadNorm(config, config.kv_heads)
         if config.query_scale != 1:
             block.attn.q_norm = Scaled(block.attn.q_norm, config.query_scale)
         if config.residual_scale != 1:
@@ -62,6 +69,20 @@ class NormAfterBlock(Block):
         x = x + self.attn_drop(self.attn_norm(self.attn(x, batch)), batch.drop_key)
         x = x + self.mlp_drop(self.mlp_norm(self.mlp(x, batch)), batch.drop_key)
         return x
+
+
+class HeadNorm(nn.RMSNorm):
+    """Of x (B, T, H, D): of the D numbers of each head, or of all H D of a token."""
+
+    def __init__(self, config, heads):
+        size = heads * config.head_dim if config.qk_norm == "all" else config.head_dim
+        super().__init__(size, eps=config.norm_eps)
+        self.heads = heads
+
+    def forward(self, x):
+        assert x.shape[2] == self.heads, "heads are split: so do trainer/head_norms.py's norms"
+        normed = x.reshape(*x.shape[:2], -1, len(self.weight))  # (B, T, H, D) or (B, T, 1, H D)
+        return super().forward(normed).view(x.shape)
 
 
 class Scaled(nn.Module):

@@ -4,6 +4,7 @@ test_copied.py, test_layouts.py."""
 import dataclasses
 from contextlib import nullcontext
 
+import pytest
 import torch
 import torch.distributed as dist
 from reference import CONFIGS, batch, cuts_of, piece, train_rank
@@ -69,6 +70,18 @@ def test_cuts_real_weights_as_drawn_ones_and_frees_the_whole(ranks):
             assert sorted(real) == sorted(names) == sorted(name for name, _ in drawn.named())
             assert all(torch.equal(real[name], p) for name, p in drawn.named())
             assert all(p.untyped_storage().nbytes() == p.numel() * 8 for p in real.values())
+
+    ranks(2, work)
+
+
+def test_whole_norms_of_split_heads_are_refused(ranks):
+    """Else each rank's norm of its own heads would drift from the others'."""
+
+    def work(rank):
+        for kind in ("each", "all"):
+            config = dataclasses.replace(CONFIGS["llama"], qk_norm=kind)
+            with pytest.raises(AssertionError, match="head_norms"):
+                build(config, dist.group.WORLD)(batch(0)[0])
 
     ranks(2, work)
 
