@@ -1,4 +1,4 @@
-"""Collectives: all of them from messages between two ranks, and seven ways to all-reduce.
+"""Collectives: all of them from messages between two ranks, and six ways to all-reduce.
 
 A group is N processes, the ranks 0 to N-1. A collective moves tensors between them. An all-reduce
 gives all of them the sum. The ring all-reduce: each rank cuts its tensor into N chunks, and in each
@@ -13,7 +13,8 @@ are chunks 0, 1 and 2, "12" is rank 1's plus rank 2's, and "." has been passed o
 Sent      A rank sends 2 (N-1) chunks, that is 2 S (N-1)/N bytes for a tensor of S bytes: less than
           2 S for any N. In no algorithm does the busiest rank send less, unless the network's
           switches add. But each of the 2 (N-1) rounds waits for the one before. So for small
-          tensors others are faster: the table above ALGORITHMS has what all seven send.
+          tensors others are faster: the table above ALGORITHMS has what all six send. (Two trees
+          are a lesson of their own: advanced/double_tree.py.)
 Backward  Autograd sees none of these messages: the files that use them write their backward by
           hand (tensor_parallel.py has the first two). Where forward copies, backward adds up:
           broadcast and reduce are each other's backward, all-gather and reduce-scatter too.
@@ -24,7 +25,6 @@ Limits    For learning: torch.distributed is as fast or faster. Times: docs/lear
     torchrun --nproc_per_node=4 collectives.py              (needs model.py, to count and prove)
 
 Patarasuk and Yuan 2009 (ring). Thakur, Rabenseifner and Gropp 2005 (trees, both doublings).
-Sanders, Speck and Traeff 2009 (two trees).
 """
 
 import argparse
@@ -276,7 +276,7 @@ def barrier(group=None):
     heard.item()  # on nccl only the stream has waited so far
 
 
-# --- six more all-reduces. The two shortest: all to one, and all to all
+# --- five more all-reduces. The two shortest: all to one, and all to all
 
 
 def server_all_reduce(comm, x, combine):
@@ -303,7 +303,8 @@ def direct_all_reduce(comm, x, combine):
 
 def recursive_doubling_all_reduce(comm, x, combine):
     """The partners swap all that they have, and both add up. So each has the sum of 2 ranks, then
-    of 4, of 8, ... N must be a power of two."""
+    of 4, of 8, ..."""
+    check_power_of_two(comm.size)
     for distance in powers_of_two(comm.size):
         partner = comm.rank ^ distance
         comm.exchange({partner: x}, {partner: x}, combine)
@@ -312,8 +313,8 @@ def recursive_doubling_all_reduce(comm, x, combine):
 def halving_doubling_all_reduce(comm, x, combine):
     """The partners cut what they have in two. Each keeps one half and adds the other's copy of it.
     The next round halves what it kept. At the end a rank has 1/N of the sum. The same pairs in
-    reverse order hand the halves back. The largest messages go to the nearest ranks. N must be a
-    power of two."""
+    reverse order hand the halves back. The largest messages go to the nearest ranks."""
+    check_power_of_two(comm.size)
     current, halvings = x, []
     for distance in powers_of_two(comm.size):
         partner = comm.rank ^ distance
@@ -327,19 +328,11 @@ def halving_doubling_all_reduce(comm, x, combine):
         comm.exchange({partner: kept}, {partner: sent})
 
 
-def with_extra_ranks(algorithm, comm, x, combine):
-    """For any N: one of the two algorithms above runs on p ranks, the largest power of two up to N.
-    Before it, rank p+i sends its tensor to rank i, which adds it. After it, rank i sends the sum
-    back."""
-    p = 1 << (comm.size.bit_length() - 1)
-    if comm.rank >= p:
-        comm.exchange({comm.rank - p: x}, {})
-        comm.exchange({}, {comm.rank - p: x})
-        return
-    extra = {comm.rank + p: x} if comm.rank + p < comm.size else {}
-    comm.exchange({}, extra, combine)
-    algorithm(comm.among(range(p)), x, combine)
-    comm.exchange(extra, {})
+def check_power_of_two(n):
+    """Without a partner a rank would wait for ever. (MPI folds the ranks beyond a power of two into
+    others first.)"""
+    if n & (n - 1):
+        raise ValueError(f"doubling needs a power of two, not {n} ranks: take the ring")
 
 
 # --- rings inside nodes, and across them
@@ -363,77 +356,7 @@ def hierarchical_all_reduce(comm, x, combine, node_size=None):
     ring_all_gather(inside, chunks)
 
 
-# --- two trees: pieces follow each other, so that only the first waits log2 N rounds
-#
-# Each half of x has a tree of its own. Here with 6 ranks; the second is the first with the ranks in
-# reverse. A rank with children in one tree is a leaf of the other:
-#
-#     first half              second half
-#     0                                 5
-#      `--------- 4         1 ---------'
-#          2 ----' `- 5    0 -' `---- 3
-#         / \                        / \
-#        1   3                      2   4
-
-TREE_PIECE = 1 << 17  # elements, 512 KB of float32: what a double tree sends at a time
-
-
-def double_tree_all_reduce(comm, x, combine, piece_size=TREE_PIECE):
-    """Pieces of each half travel up to the root, one behind the other, and are added on the way.
-    Then the sums travel down. That is 2 (log2 N + pieces - 1) rounds, and a rank sends at most two
-    pieces in each: it has at most four links of S/2 bytes, three in one tree, one in the other."""
-    rounds = double_tree(comm, x, piece_size)
-    for from_children, to_parents in rounds:
-        comm.exchange(to_parents, from_children, combine)
-    for to_children, from_parents in reversed(rounds):  # the same links, the other way
-        comm.exchange(to_children, from_parents)
-
-
-def double_tree(comm, x, piece_size):
-    """For each round of the way up (from children, to parents): which pieces of x this rank
-    receives and which it sends, each {rank: piece}. A link at depth d carries piece i in round
-    height - d + i: the deepest links begin, and each level follows a round later."""
-    n, height = comm.size, (comm.size - 1).bit_length()
-    first, second = (half.split(piece_size) for half in x.tensor_split(2))
-    rounds = [({}, {}) for _ in range(len(first) + height - 1)]
-    for pieces, links in ((first, tree_links(n)), (second, tree_links(n, mirrored=True))):
-        for child, parent, depth in links:
-            if comm.rank not in (child, parent):
-                continue
-            for i, piece in enumerate(pieces):
-                from_children, to_parents = rounds[height - depth + i]
-                if comm.rank == child:
-                    to_parents[parent] = piece
-                else:
-                    from_children[child] = piece
-    return rounds
-
-
-def tree_links(n, mirrored=False):
-    """[(child, its parent, its depth)] of the first tree or, mirrored, of the second."""
-    links = []
-    for place in range(1, n):
-        path = path_to_root(place, n)
-        child, parent = path[:2]
-        if mirrored:  # the ranks in reverse; if n is odd, rank 0 is the root of both
-            child, parent = ((n % 2 - 1 - p) % n for p in (child, parent))
-        links.append((child, parent, len(path) - 1))
-    return links
-
-
-def path_to_root(place, n):
-    """From `place` to the root, place 0. In binary the lowest 1 moves up by one: 001 -> 010 -> 100
-    -> 000, and 011 -> 010. Where there is no such place, it falls away: of 6, 101 -> 100."""
-    path = [place]
-    while place:
-        lowest = place & -place
-        parent = (place - lowest) | (2 * lowest)
-        place = parent if parent < n else place - lowest
-        path.append(place)
-    return path
-
-
-# --- all-reduce, by any of the seven
+# --- all-reduce, by any of the six
 #
 #                       rounds                    the busiest rank sends   all send together
 # server                2                         (N-1) S                  2 (N-1) S
@@ -442,19 +365,15 @@ def path_to_root(place, n):
 # recursive-doubling    log2 N                    S log2 N                 N S log2 N
 # halving-doubling      2 log2 N                  2 (N-1)/N S              2 (N-1) S
 # hierarchical          2 (k-1) + 2 (N/k-1)       2 (N-1)/N S              2 (N-1) S
-# double-tree           2 (log2 N + pieces - 1)   2 S; N S/2 if N < 4      2 (N-1) S
 #
-# S: the tensor's bytes. k: ranks per node. The rows of the two doublings hold where N is a power of
-# two. Otherwise the busiest rank sends S more than with the power of two below N, in up to two more
-# rounds.
+# S: the tensor's bytes. k: ranks per node. In the two doublings N is a power of two.
 
 ALGORITHMS = {
     "server": server_all_reduce,
     "direct": direct_all_reduce,
     "ring": ring_all_reduce,
-    "recursive-doubling": functools.partial(with_extra_ranks, recursive_doubling_all_reduce),
-    "halving-doubling": functools.partial(with_extra_ranks, halving_doubling_all_reduce),
-    "double-tree": double_tree_all_reduce,
+    "recursive-doubling": recursive_doubling_all_reduce,
+    "halving-doubling": halving_doubling_all_reduce,
     "hierarchical": hierarchical_all_reduce,
 }
 
@@ -479,8 +398,8 @@ def main():
     args = parser.parse_args()
     device = join_ranks()
     rank, n = dist.get_rank(), dist.get_world_size()
-    unit = 8 * n * (1 << n.bit_length())  # all chunks, halves and pieces come out equal
-    numbers = torch.arange(-(-args.elements // unit) * unit, device=device) % 17 * (rank + 1)
+    size = -(-args.elements // n) * n  # all chunks come out equal
+    numbers = torch.arange(size, device=device) % 17 * (rank + 1)
     x_bytes = 8 * len(numbers)
     expected = formulas(n, x_bytes)
     verdict = f"all {len(expected)} on {n} ranks: proven, to the bit, in int64 and float64"
@@ -545,7 +464,6 @@ def cases(x, node_size):
     }
     options = {name: {} for name in ALGORITHMS}
     options["hierarchical"] = {"node_size": node_size}
-    options["double-tree"] = {"piece_size": len(x) // 8}  # four pieces of each half
     for name in ALGORITHMS:
         ours = functools.partial(all_reduce, algorithm=name, **options[name])
         found[name] = ours, dist.all_reduce, x, lambda f, y: f(y)
@@ -555,10 +473,7 @@ def cases(x, node_size):
 def formulas(n, S):
     """{name: (bytes that the busiest rank sends, bytes that all send)}, for tensors of S bytes."""
     log2, chunks, least = (n - 1).bit_length(), (n - 1) * S // n, 2 * (n - 1) * S
-    p = 1 << (n.bit_length() - 1)  # a power of two: the doublings fold the other ranks into these
-    levels, fold = p.bit_length() - 1, S if p < n else 0
-    links = min(n, 4) if n > 1 else 0  # of a rank in both trees, with S/2 bytes each
-    return {
+    due = {
         "plain_ring_all_reduce": (2 * chunks, least),
         "broadcast": (log2 * S, (n - 1) * S),
         "reduce": (S if n > 1 else 0, (n - 1) * S),
@@ -571,11 +486,12 @@ def formulas(n, S):
         "server": ((n - 1) * S, least),
         "direct": ((n - 1) * S, n * (n - 1) * S),
         "ring": (2 * chunks, least),
-        "recursive-doubling": (levels * S + fold, (levels * p + 2 * (n - p)) * S),
-        "halving-doubling": (2 * (p - 1) * S // p + fold, least),
         "hierarchical": (2 * chunks, least),
-        "double-tree": (links * S // 2, least),
     }
+    if n & (n - 1) == 0:  # a power of two
+        due["recursive-doubling"] = log2 * S, log2 * n * S
+        due["halving-doubling"] = 2 * chunks, least
+    return due
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import benchmarks
 import collectives
 import harness
+from double_tree import double_tree_all_reduce
 from harness.start import launch
 
 SMALL, LARGE = (4096, 20), (25_000_000, 1)  # bytes, calls a turn
@@ -19,9 +20,10 @@ def demo(run):
     run.print(f"{run.world} ranks; milliseconds; ratio: median (quartiles)")
     run.print(f"{'':38s}{'bytes':>11s}{'ours':>9s}{'theirs':>9s}   ratio")
     rivals = [("broadcast", collectives.broadcast, functools.partial(dist.broadcast, src=0))]
-    for name in ("ring", "halving-doubling", "recursive-doubling", "double-tree"):
+    for name in ("ring", "halving-doubling", "recursive-doubling"):
         all_reduce = functools.partial(collectives.all_reduce, algorithm=name)
         rivals.append((name, all_reduce, dist.all_reduce))
+    rivals.append(("double-tree", double_tree_all_reduce, dist.all_reduce))
     for name, ours, theirs in rivals:
         for size, calls in (SMALL, LARGE):
             tensor = torch.zeros(size // 4)
@@ -33,8 +35,8 @@ def demo(run):
 
 
 def check(world):
-    if world == 1:
-        raise harness.Refused("one rank sends nothing: give --nproc 2 or more")
+    if world == 1 or world & (world - 1):
+        raise harness.Refused("give --nproc 2, 4, 8 or another power of two")
 
 
 def main():

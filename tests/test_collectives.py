@@ -11,17 +11,21 @@ import torch.distributed as dist
 from conftest import enter, join
 
 import collectives
+import double_tree
 from proof.ledger import Ledger
 
 EXACT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
-ALL_REDUCE = {
-    name: functools.partial(collectives.all_reduce, algorithm=name)
-    for name in collectives.ALGORITHMS
-}
+DOUBLINGS = {"recursive-doubling", "halving-doubling"}
 
 
-def power_of_two(n):
-    return 1 << (n.bit_length() - 1)
+def all_reduce_ways(n):
+    """{name: all-reduce} of all that n ranks can run."""
+    names = set(collectives.ALGORITHMS)
+    if n & (n - 1):
+        names -= DOUBLINGS
+    ways = {name: functools.partial(collectives.all_reduce, algorithm=name) for name in names}
+    trees = {"tree": double_tree.tree_all_reduce, "double-tree": double_tree.double_tree_all_reduce}
+    return ways | trees
 
 
 def inputs(n, size, dtype=torch.float32):
@@ -68,14 +72,12 @@ def use_all(library, x, rank, n, group=None):
 # --- results
 
 
-WAYS = {**ALL_REDUCE, "plain ring": collectives.plain_ring_all_reduce}
-
-
 def all_reduces_of_any_size_and_dtype(rank, world):
     results = {}
+    ways = {**all_reduce_ways(world), "plain ring": collectives.plain_ring_all_reduce}
     for dtype in EXACT_DTYPES:
         for size in {0, 1, world - 1, world + 1, 101}:
-            for name, all_reduce in WAYS.items():
+            for name, all_reduce in ways.items():
                 x = inputs(world, size, dtype)[rank]
                 all_reduce(x)
                 results[name, size, dtype] = x
@@ -84,7 +86,7 @@ def all_reduces_of_any_size_and_dtype(rank, world):
 
 def sums_in_their_order(rank, world):
     sums = {}
-    for name, all_reduce in {"gloo": dist.all_reduce, **ALL_REDUCE}.items():
+    for name, all_reduce in {"gloo": dist.all_reduce, **all_reduce_ways(world)}.items():
         sums[name] = inputs(world, 960)[rank]
         all_reduce(sums[name])
     return sums
@@ -122,7 +124,7 @@ def check_order(got, world):
     by_rank = functools.reduce(torch.add, by_pairs)
     assert torch.equal(got["ring"], got["gloo"])
     assert all(torch.equal(got[name], by_rank) for name in ("server", "direct"))
-    if world == power_of_two(world):
+    if world & (world - 1) == 0:  # a power of two
         while len(by_pairs) > 1:
             by_pairs = [a + b for a, b in zip(by_pairs[::2], by_pairs[1::2])]
         assert torch.equal(got["halving-doubling"], by_pairs[0])
@@ -134,24 +136,25 @@ def check_order(got, world):
 def operators(rank):
     out = {}
     for op in collectives.OPERATORS:
-        theirs = inputs(5, 23, torch.int64)[rank]
+        theirs = inputs(4, 23, torch.int64)[rank]
         dist.all_reduce(theirs, op)
-        for name, all_reduce in ALL_REDUCE.items():
-            ours = inputs(5, 23, torch.int64)[rank]
+        for name, all_reduce in all_reduce_ways(4).items():
+            ours = inputs(4, 23, torch.int64)[rank]
             all_reduce(ours, op)
             out[name, str(op)] = torch.equal(ours, theirs)
     return out
 
 
 def test_operators(ranks):
-    assert all(all(out.values()) for out in ranks(5, operators))
+    assert all(all(out.values()) for out in ranks(4, operators))
 
 
 def views(rank):
-    for all_reduce in ALL_REDUCE.values():
+    for name, all_reduce in all_reduce_ways(3).items():
         x = torch.zeros(4, 6)
-        with pytest.raises(RuntimeError, match="not compatible"):
-            all_reduce(x.t())
+        if name != "tree":
+            with pytest.raises(RuntimeError, match="not compatible"):
+                all_reduce(x.t())
         all_reduce(x[1:3].add_(rank))
         assert x.tolist() == [[0] * 6, [3] * 6, [3] * 6, [0] * 6]
     full = torch.zeros(6)
@@ -180,6 +183,8 @@ def misfits(rank):
     uneven = [torch.zeros(size) for size in (4, 4, 5)]
     reduce_scatter, all_to_all = collectives.reduce_scatter_single, collectives.all_to_all_single
     calls = [
+        lambda: collectives.all_reduce(x, algorithm="recursive-doubling"),
+        lambda: collectives.all_reduce(x, algorithm="halving-doubling"),
         lambda: collectives.all_gather_single(whole.int(), x),
         lambda: collectives.all_gather_single(torch.zeros(13), x),
         lambda: collectives.all_gather_single(torch.zeros(24), x),
@@ -196,7 +201,7 @@ def misfits(rank):
         calls.append(functools.partial(collectives.scatter, x, parts, group_src=rank))
         calls.append(functools.partial(collectives.gather, x, parts, group_dst=rank))
     for call in calls:
-        with pytest.raises(ValueError, match="must"):
+        with pytest.raises(ValueError, match="must|a power of two, not 3 ranks"):
             call()
     collectives.barrier()  # no message of a refused call is on its way
 
@@ -221,7 +226,7 @@ def subgroups(rank):
     y = torch.tensor([rank])
     collectives.broadcast(y, group_src=1, group=group)
     assert y.item() == members[mine][1]
-    for name, all_reduce in ALL_REDUCE.items():
+    for name, all_reduce in all_reduce_ways(n).items():
         y = torch.tensor([1 << rank])
         all_reduce(y, group=group)
         assert y.item() == sum(1 << r for r in members[mine]), name
@@ -276,26 +281,25 @@ def cost_of(counts):
 def rounds_of(n, node, pieces):
     """{algorithm: rounds}: hierarchical in nodes of `node` ranks, a double tree with so many pieces
     of each half (docs/learn/collectives.md)."""
-    p, several = power_of_two(n), int(n > 1)
-    levels, fold = p.bit_length() - 1, int(p < n)  # the other ranks fold into p first
+    log2, several = (n - 1).bit_length(), int(n > 1)
     return {
         "server": 2 * several,
         "direct": several,
         "ring": 2 * (n - 1),
-        # A chain runs from rank p+i's tensor over rank i to rank p-1-i, whose bits all differ. It
-        # goes on to rank 2p-1-i if there is such a rank: for some i, where N is above 1.5 p
-        "recursive-doubling": levels + fold + int(2 * n > 3 * p),
-        "halving-doubling": 2 * levels + 2 * fold,
-        "double-tree": 2 * ((n - 1).bit_length() + pieces - 1) * several,
+        "recursive-doubling": log2,
+        "halving-doubling": 2 * log2,
+        "tree": 2 * max(depth for *_, depth in [(0, 0, 0), *double_tree.tree_links(n)]),
+        "double-tree": 2 * (log2 + pieces - 1) * several,
         "hierarchical": 2 * (node - 1) + 2 * (n // node - 1),
     }
 
 
 def all_reduces(rank, world, even):
     nodes = [n for n in range(1, world + 1) if world % n == 0]
-    hierarchical = ALL_REDUCE["hierarchical"]
-    ways = {(name, None): way for name, way in ALL_REDUCE.items()}
-    ways["double-tree", None] = functools.partial(ALL_REDUCE["double-tree"], piece_size=10)
+    known = all_reduce_ways(world)
+    hierarchical = known["hierarchical"]
+    ways = {(name, None): way for name, way in known.items()}
+    ways["double-tree", None] = functools.partial(known["double-tree"], piece_size=10)
     ways |= {("hierarchical", n): functools.partial(hierarchical, node_size=n) for n in nodes}
     counts = {}
     for size in (even, even + 7):
@@ -309,7 +313,7 @@ def all_reduces(rank, world, even):
 
 @pytest.mark.parametrize("world", [*range(1, 8), 9, 12])
 def test_rounds_and_bytes_equal_the_formulas(ranks, world):
-    even = 4 * world * power_of_two(world)
+    even = 4 * world * (1 << world.bit_length())
 
     def work(rank):
         others = other_collectives(rank, world)
@@ -326,7 +330,12 @@ def check_all_reduces(counts, world, even):
         counted = cost_of([of_rank[size, name, node] for of_rank in counts])
         pieces = -(-size // 20)  # of half the tensor
         rounds = rounds_of(world, node or math.gcd(2, world), pieces)[name]
-        busiest, total = collectives.formulas(world, size)[name]
+        due = {
+            "tree": (min(world - 1, 3) * size, 2 * (world - 1) * size),
+            "double-tree": (min(world, 4) * size // 2, 2 * (world - 1) * size),
+        }
+        busiest, total = (due | collectives.formulas(world, size))[name]
+        busiest *= int(world > 1)
         assert counted[::2] == (rounds, total), (name, node)
         assert size > even or counted[1] == busiest, (name, node)
 
