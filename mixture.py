@@ -71,8 +71,7 @@ class MoE(nn.Module):
     """x (B, T, C) -> (B, T, C).
 
     config  model.py's Config, or its fields width, hidden, mlp, and those from experts on
-    shared  an MLP that every token goes through as well, or None (DeepSeekMoE, arXiv:2401.06066).
-            With config.shared_gate each token gets a learned part of its result (Qwen2-MoE)
+    shared  an MLP that every token goes through as well, or None (DeepSeekMoE, arXiv:2401.06066)
     batch   its target_count is the number of targets of the whole batch"""
 
     def __init__(self, config, shared=None):
@@ -82,9 +81,7 @@ class MoE(nn.Module):
         self.dispatch = Dispatch()
         self.experts = Experts(config)
         self.leave = nn.Identity()  # experts that are cut add their partial results here
-        self.shared, self.shared_gate = shared, None
-        if config.shared_gate:
-            self.shared_gate = nn.Linear(config.width, 1, bias=False)
+        self.shared = shared
 
     def forward(self, x, batch=None):
         weights, chosen = self.router(x, batch.target_count if batch else None)  # (B, T, k) each
@@ -93,8 +90,6 @@ class MoE(nn.Module):
         # In two calls, because expert_parallel.py's tokens travel between them
         sent = self.dispatch.send(rows, weights, chosen)  # (B T, C or k) each
         shared = None if self.shared is None else self.shared(x)
-        if self.shared_gate is not None:
-            shared = self.shared_gate(x).sigmoid() * shared
         y = self.dispatch.combine(sent, self.experts)
         y = self.leave(y.unflatten(0, (len(x), -1)))  # (B, T, C)
         return y if shared is None else y + shared
@@ -275,8 +270,7 @@ def compare(dtype, tolerance):
         mlps.append(nn.Sequential(up, nn.GELU("tanh"), down))
     plain = PlainMoE(16, mlps, k=2).to(dtype)
     config = SimpleNamespace(width=16, hidden=32, mlp="gelu", experts=8, top_k=2, scores="softmax")
-    vars(config).update(renormalize=True, shared_gate=False)
-    vars(config).update(balance_loss=0.1, z_loss=0.0, bias_rate=0.0)
+    vars(config).update(renormalize=True, balance_loss=0.1, z_loss=0.0, bias_rate=0.0)
     moe = MoE(config).to(dtype)
     moe.router.weight.data.copy_(plain.router.weight)
     moe.experts.up.data.copy_(torch.stack([mlp[0].weight for mlp in mlps]))

@@ -62,7 +62,6 @@ class Config:
     experts: int = 0
     top_k: int = 2  # experts per token
     shared: int = 0  # width of an MLP that every token passes, in units of `hidden`; 0: none
-    shared_gate: bool = False  # a learned factor of its output, from 0 to 1 (Qwen2-MoE)
     scores: Literal["softmax", "sigmoid"] = "softmax"  # of the logits; DeepSeek-V3: sigmoid
     # Divide a token's k weights by their sum (Mixtral; not OLMoE). Not for k = 1 (Switch): a weight
     # that is always 1 gives the router no gradient

@@ -6,12 +6,12 @@
 technique finds all modules in their places. docs/use/fine-tune.md lists the families.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import torch.nn as nn
 
-from model import GPT, Batch, Block, Config, initial_distribution
+from model import GPT, MLP, Batch, Block, Config, initial_distribution
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,8 @@ class FamilyConfig(Config):
     qk_norm: Literal["none", "each", "all"] = "none"
     norm_after: bool = False  # of what attention and MLP add to x, not of what they see (OLMo 2)
     no_rope_every: int = 0  # every so many-th layer has no rotary positions (SmolLM3); 0: none
+    # Of a mixture's shared MLP: a learned factor of its result, from 0 to 1 (Qwen2-MoE)
+    shared_gate: bool = False
     # Factors (Granite) of the embedding, of q, of what attention and MLP add to x, of the logits
     embedding_scale: float = 1.0
     query_scale: float = 1.0
@@ -51,6 +53,10 @@ def build(config):
         if config.residual_scale != 1:
             block.attn_drop = Scaled(block.attn_drop, config.residual_scale)
             block.mlp_drop = Scaled(block.mlp_drop, config.residual_scale)
+        if config.experts and config.shared_gate:
+            assert config.shared, "without a shared MLP there is nothing for its gate"
+            block.mlp.shared_gate = nn.Linear(config.width, 1, bias=False)
+            block.mlp.shared = GatedMLP(plain, block.mlp.shared_gate)
     if config.logits_scale != 1:
         assert config.norm == "rmsnorm", "logits_scale is known with RMSNorm only"
         model.head.norm = ScaledNorm(config, config.logits_scale)
@@ -83,6 +89,18 @@ class HeadNorm(nn.RMSNorm):
         assert x.shape[2] == self.heads, "heads are split: so do trainer/head_norms.py's norms"
         normed = x.reshape(*x.shape[:2], -1, len(self.weight))  # (B, T, H, D) or (B, T, 1, H D)
         return super().forward(normed).view(x.shape)
+
+
+class GatedMLP(MLP):
+    """A mixture's shared MLP, of whose result each token gets a part: the gate says how much."""
+
+    def __init__(self, config, gate):
+        super().__init__(replace(config, hidden=config.shared * config.hidden))
+        self.token_gate = [gate]  # in a list: it is registered under its own name, shared_gate
+
+    def forward(self, x, batch=None):
+        [gate] = self.token_gate
+        return gate(x).sigmoid() * super().forward(x)
 
 
 class Scaled(nn.Module):
