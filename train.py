@@ -47,7 +47,6 @@ import expert_parallel
 import fsdp
 import mixture
 import muon
-import packed_documents
 import pipeline
 import proof
 import receipts.muon
@@ -59,6 +58,7 @@ import zero
 from harness import initialize, zero_flags
 from simulator import command
 from trainer import (
+    document_core,
     islands,
     layout,
     pretrained,
@@ -223,7 +223,7 @@ def build(run, schedule, groups):
         if args.cp > 1:
             attend_over_ranks(part, cp, core)
         elif args.documents:
-            packed_documents.attend_by_document(part)  # faster than one process's mask
+            document_core.attend_by_document(part)  # faster than one process's mask
         if args.ep > 1:
             options = dict(chunks=args.expert_chunks, before_wait=turns.turn)
             copies = zero_flags.data_group(groups, "copies")

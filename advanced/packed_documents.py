@@ -6,14 +6,14 @@
 Ring attention sends every key to every rank, although a rank needs only the keys of documents that
 it holds a part of. And its zigzag balances one long document, but not several of different lengths.
 
-Split     8 N equal chunks for N ranks. The chunk with the most work goes first, to the rank that
-          has the least work so far; each rank gets 8. Work is the number of pairs of a query and a
-          key. All rows of a batch are cut alike. One run of tokens per rank sends much less, but
-          the work is uneven.
-Sent      In step s a rank lends the rank s after it only the keys that are used there. Per block
-          4 G e C_kv bytes: K and V of the G tokens that it lends, in forward and in backward (one
-          lent to two ranks counts twice). And 2 A a C_kv: dK and dV of the A tokens that it has
-          borrowed. It is little where documents are short beside a chunk's T / 8N tokens.
+Split     8 N equal chunks for N ranks, 8 for each. The chunk with the most work, pairs of a query
+          and a key, goes first, to the rank that has the least so far. All rows are cut alike. One
+          run of tokens per rank (even=False) sends much less, but the work is uneven.
+Sent      Per block K and V of the G tokens that a rank lends (one lent to two ranks counts twice),
+          and dK and dV of the A tokens that it has borrowed. The plain form sends 2 (G + A) e C_kv
+          bytes, and keeps borrowed keys for backward. DocumentRing borrows them twice, and sends
+          (4 G e + 2 A a) C_kv. C_kv is the width of K, e bytes per element, a = max(e, 4). It is
+          little where documents are short beside a chunk's T / 8N tokens.
 Backward  As in the ring, tile by tile. A key's gradient goes straight to the rank that holds it.
 Cost      A kernel per tile, dozens in each layer: worth it from some hundred tokens a document. A
           plan for each batch, on the host: some milliseconds, 0.1 s for 64 thousand tokens.
@@ -27,22 +27,14 @@ MagiAttention, github.com/SandAI-org/MagiAttention: work dealt out, only used ke
 
 import argparse
 import math
-from functools import partial
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from context_parallel import (
-    Ring,
-    Tile,
-    attend_to_all,
-    tile_gradients,
-)
+from context_parallel import Ring, Tile, attend_to_all, tile_gradients
 
 # --- the plainest form: which keys a rank needs, and the mask of its attention
 
@@ -104,24 +96,18 @@ class DocumentRing(Ring):
 
     chunks = 8  # per rank. More of them: more even, but more tiles, and more keys of others
 
-    def __init__(self, group, zigzag=True):  # True: dealt out evenly. False: consecutive tokens
-        super().__init__(group, zigzag)
+    def __init__(self, group, even=True):  # dealt out evenly. False: consecutive tokens
+        super().__init__(group, zigzag=even)  # for Ring.check: whether T' is cut into chunks
+        self.even = even
         dist.barrier(group)  # nccl connects all ranks in a first message. Later some send nothing
 
     def positions(self, length, starts, multiple=1):
-        return deal_tokens(length, self.n, starts, self.zigzag, multiple)[self.rank]
+        return deal_tokens(length, self.n, starts, self.even, multiple)[self.rank]
 
     def forward(self, q, k, v, starts):
         self.check(q, k, v, self.chunks)
         check_starts(starts, q, self.n)
-        where = self.rank, self.n, q.shape[2], self.zigzag
-        # Once for all layers. The plan stays with its batch: a layer that runs again in backward
-        # finds it there, although other batches came between. starts may be changed in place
-        known_where, known_starts, plan = getattr(starts, "known_plan", (None, starts, None))
-        unchanged = torch.equal(starts, known_starts)
-        if where != known_where or not unchanged:
-            plan = find_plan(*where, starts, q.device)
-            starts.known_plan = where, starts.clone(), plan
+        plan = plan_of_batch(self.rank, self.n, q.shape[2], self.even, starts, q.device)
         # All rows as one, (1, H, B T', D): so a tile of one row is a run of tokens
         q, k, v = (t.transpose(0, 1).flatten(1, 2).unsqueeze(0) for t in (q, k, v))
         y = DocumentRingAttention.apply(q, k, v, self.group, plan)
@@ -219,27 +205,41 @@ def deal_tokens(length, n, starts, even=True, multiple=1):
     return torch.stack([chunks[sorted(numbers)].flatten() for numbers in held])
 
 
-def document_tiles(queries, keys, starts, own=False):
-    """The tiles of a rank's queries with a rank's keys, both given by their positions, in order.
-    Another rank has no key within a run of this rank's tokens. So a run's queries of one document
-    see the same of its keys: a tile without a mask. own: with its own keys a document is one causal
-    tile. Tiles count tokens through all rows, from 0 to B T'. Two ranks:
+# A tile counts tokens through all rows, from 0 to B T'. Of two ranks the one with queries 2 3 6 7
+# has these tiles with its own keys, and with keys 0 1 4 5:
+#
+#     starts         0 0 0 0 4 4 4 4
+#     own_tiles      2 3 with 2 3, causal        6 7 with 6 7, causal
+#     other_tiles    2 3 with 0 1                6 7 with 4 5
 
-        starts    0 0 0 0 4 4 4 4         queries 2 3 6 7, keys 0 1 4 5
-        tiles     queries[0:2] with keys[0:2], queries[2:4] with keys[2:4]"""
-    tiles, real = [], queries[queries < starts.shape[1]]  # without padding
+
+def own_tiles(held, starts):
+    """A rank's queries with its own keys, both at the positions `held`: a document is one tile."""
+    tiles, real = [], held[held < starts.shape[1]]  # without padding
     for row, start in enumerate(starts[:, real]):
-        first = torch.searchsorted(keys, start)  # query i sees keys[first[i] : end[i]]
-        end = first if own else torch.searchsorted(keys, real)  # own: all of a document alike
-        seen, sizes = torch.stack((first, end)).unique_consecutive(dim=1, return_counts=True)
-        offset = stop = row * len(queries)
-        for (first_key, end_key), size in zip(seen.T.tolist(), sizes.tolist()):
-            begin, stop = stop, stop + size
-            if own:
-                tiles.append(Tile(slice(begin, stop), slice(begin, stop), causal=True))
-            elif first_key < end_key:
-                tile_keys = slice(offset + first_key, offset + end_key)
-                tiles.append(Tile(slice(begin, stop), tile_keys, causal=False))
+        _, sizes = start.unique_consecutive(return_counts=True)  # of documents here
+        end = row * len(held)
+        for size in sizes.tolist():
+            begin, end = end, end + size
+            tiles.append(Tile(slice(begin, end), slice(begin, end), causal=True))
+    return tiles
+
+
+def other_tiles(queries, keys, starts):
+    """A rank's queries with another rank's keys, both given by their positions, in order. The other
+    one has no key within a run of this rank's tokens. So a run's queries of one document see the
+    same of its keys: a tile without a mask."""
+    tiles, real = [], queries[queries < starts.shape[1]]
+    for row, start in enumerate(starts[:, real]):
+        # Query i sees keys[first[i] : stop[i]], from its document's start up to itself
+        first, stop = torch.searchsorted(keys, start), torch.searchsorted(keys, real)
+        seen, sizes = torch.stack((first, stop)).unique_consecutive(dim=1, return_counts=True)
+        offset = end = row * len(queries)
+        for (first_key, stop_key), size in zip(seen.T.tolist(), sizes.tolist()):
+            begin, end = end, end + size
+            if first_key < stop_key:
+                tile_keys = slice(offset + first_key, offset + stop_key)
+                tiles.append(Tile(slice(begin, end), tile_keys, causal=False))
     return tiles
 
 
@@ -249,19 +249,32 @@ class Plan(NamedTuple):
     borrowed: list  # borrowed[r]: the keys of rank r that are used here
 
 
+def plan_of_batch(rank, n, tokens, even, starts, device):
+    """find_plan, once for all layers. The plan stays with its batch: a layer that runs again in
+    backward finds it there, although other batches came between."""
+    where = rank, n, tokens, even
+    known_where, known_starts, plan = getattr(starts, "known_plan", (None, starts, None))
+    unchanged = torch.equal(starts, known_starts)  # starts may be changed in place
+    if where != known_where or not unchanged:
+        plan = find_plan(*where, starts, device)
+        starts.known_plan = where, starts.clone(), plan
+    return plan
+
+
 def find_plan(rank, n, tokens, even, starts, device="cpu"):
     """This rank's Plan. tokens: T'."""
     check_documents(starts)
     held, count = deal_tokens(n * tokens, n, starts, even), len(starts) * tokens
     plan = Plan([], [], [])
     for other in range(n):
-        own = other == rank
-        tiles = document_tiles(held[rank], held[other], starts, own)
-        tiles_there = document_tiles(held[other], held[rank], starts)  # other queries, keys of here
+        if other == rank:  # its own keys don't travel
+            tiles, used_here, used_there = own_tiles(held[rank], starts), [], []
+        else:
+            tiles = used_here = other_tiles(held[rank], held[other], starts)
+            used_there = other_tiles(held[other], held[rank], starts)  # keys of here
         plan.tiles.append(tiles)
-        # A rank's own keys don't travel
-        plan.borrowed.append(used_keys([] if own else tiles, count).to(device))
-        plan.lent.append(used_keys([] if own else tiles_there, count).to(device))
+        plan.borrowed.append(used_keys(used_here, count).to(device))
+        plan.lent.append(used_keys(used_there, count).to(device))
     return plan
 
 
@@ -270,39 +283,6 @@ def used_keys(tiles, count):
     for tile in tiles:
         used[tile.keys] = True
     return used.nonzero().flatten()
-
-
-# --- on one rank, or after Ulysses has brought the whole sequence
-
-
-class DocumentCore(nn.Module):
-    """Causal attention within documents: q (B, H, T, D), k, v (B, H_kv, T, D) -> (B, H, T, D).
-    starts (B, T), on the host; what it lacks of T is padding, and a document, too. The causal
-    kernel runs once per document, instead of once with a mask that throws most pairs away.
-    FlashAttention (CUDA, 16 bits) needs one call."""
-
-    def forward(self, q, k, v, starts):
-        length, grouped = q.shape[2], q.shape != k.shape
-        starts = F.pad(starts, (0, length - starts.shape[1]), value=starts.shape[1])
-        check_documents(starts)
-        edges = (starts == torch.arange(length)).flatten().nonzero().flatten().tolist()
-        edges.append(starts.numel())  # document i of the batch: its tokens edges[i] to edges[i + 1]
-        lengths = [end - begin for begin, end in pairwise(edges)]
-        params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, grouped)
-        if torch.backends.cuda.can_use_flash_attention(params):
-            rows = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))  # (B T, H, D)
-            edges = torch.tensor(edges, dtype=torch.int32)
-            edges = edges.pin_memory().to(q.device, non_blocking=True)
-            # The documents' edges and the longest one, of queries and of keys. Then: no dropout,
-            # causal, no debug mask
-            where = edges, edges, max(lengths), max(lengths)
-            y, *_ = torch.ops.aten._flash_attention_forward(*rows, *where, 0.0, True, False)
-            return y.unflatten(0, starts.shape).transpose(1, 2)
-        rows = (t.transpose(0, 1).flatten(1, 2) for t in (q, k, v))  # (H, B T, D)
-        documents = zip(*(t.unsqueeze(0).split(lengths, dim=2) for t in rows))
-        causal = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=grouped)
-        y = torch.cat([causal(*document) for document in documents], dim=2)  # (1, H, B T, D)
-        return y.squeeze(0).unflatten(1, starts.shape).transpose(0, 1)
 
 
 # --- mistakes that would be silent: refused
@@ -319,16 +299,6 @@ def check_documents(starts):
     at = torch.arange(starts.shape[1], device=starts.device)
     if not torch.equal(starts, torch.where(starts == at, at, 0).cummax(dim=1).values):
         raise ValueError("starts must hold, for each token, the position of its document's first")
-
-
-# --- for model.py's GPT ---
-
-
-def attend_by_document(model):
-    """For a model that is called with starts: in place of AttentionCore's mask."""
-    for block in model.blocks.values():
-        block.attn.core = DocumentCore()
-    return model
 
 
 # --- demo ---
@@ -350,13 +320,12 @@ def main():
         train(PlainDocuments(group, even), 4, whole_chunks, args.steps, device)
     for even in (False, True):
         train(DocumentRing(group, even), 2, args.context, args.steps, device)
-    train(DocumentCore(), 2, args.context, args.steps, device)
     leave()
 
 
 class PlainDocuments(DocumentRing):
     def forward(self, q, k, v, starts):
-        held = deal_tokens(starts.shape[1], self.n, starts, self.zigzag).to(q.device)
+        held = deal_tokens(starts.shape[1], self.n, starts, self.even).to(q.device)
         return plain_document_attention(q, k, v, starts.to(q.device), held, self.group)
 
 
@@ -375,16 +344,12 @@ def train(core, kv_heads, context, steps, device):
         tokens, targets, count = text_batch(step, 5, context, device)
         first = (tokens == ord("\n")).cpu()  # a line is a document
         starts = torch.where(first, torch.arange(context), 0).cummax(dim=1).values
-        rows, held = torch.arange(5), torch.arange(context)  # of this rank
-        if isinstance(core, DocumentCore):  # whole sequences: data parallelism
-            rows = rows.tensor_split(n)[rank]
-        else:
-            held = core.positions(context, starts=starts)
-        x, y = shard_sequence(tokens[rows], held), shard_sequence(targets[rows], held, fill=IGNORE)
+        held = core.positions(context, starts=starts)
+        x, y = shard_sequence(tokens, held), shard_sequence(targets, held, fill=IGNORE)
         positions = held.clamp(max=context - 1).to(device)  # padding must have some position
         optimizer.zero_grad()
         with Sent() as sent:
-            loss = model(x, positions, y, count, starts=starts[rows])
+            loss = model(x, positions, y, count, starts=starts)
             loss.backward()
             for p in model.parameters():
                 dist.all_reduce(p.grad)  # each rank has the part of its tokens
@@ -394,24 +359,21 @@ def train(core, kv_heads, context, steps, device):
         dist.all_reduce(loss)
         alone = one.train_step(tokens, targets, count, 0.5)
         if step == 0 and rank == 0:
-            even = f", even: {core.zigzag}" if isinstance(core, Ring) else ""
-            print(f"{type(core).__name__}{even}, {n} ranks, {context} tokens")
+            print(f"{type(core).__name__}, even: {core.even}, {n} ranks, {context} tokens")
         pairs = list(zip(model.named_parameters(), one.model.parameters()))
         gradients = [(name, p.grad, q.grad) for (name, p), q in pairs]
         weights = [(name, p.data, q.data) for (name, p), q in pairs]
         one.compare(step, loss, alone, gradients, weights)
     text, of_layer = keys_sent(core, starts, kv_heads)
     gradients = 2 * (n - 1) / n * sum(p.nbytes for p in model.parameters())
-    one.prove(sent, f"{text}2 r P e", 2 * of_layer + gradients)
+    one.prove(sent, f"L {text} + 2 r P e", 2 * of_layer + gradients)
 
 
 def keys_sent(core, starts, kv_heads):
     """What this rank sends of a layer's keys, values and their gradients, as text and in bytes, by
     what each query sees."""
-    if isinstance(core, DocumentCore):
-        return "", 0
     rank, context, plain = core.rank, starts.shape[1], isinstance(core, PlainDocuments)
-    held = [part[part < context] for part in deal_tokens(context, core.n, starts, core.zigzag)]
+    held = [part[part < context] for part in deal_tokens(context, core.n, starts, core.even)]
 
     def used(user, owner):  # how many of the owner's keys, in all rows
         seen = visible(starts, held[user], held[owner]).any(dim=1)  # (B, Tk)
@@ -423,8 +385,8 @@ def keys_sent(core, starts, kv_heads):
     borrowed = sum(used(rank, other) for other in others)  # A
     width = 8 * kv_heads  # C_kv; e and a are 8
     if plain:  # which keeps the keys for backward
-        return "L 2 (G + A) e C + ", 2 * (lent + borrowed) * 8 * width
-    return "L (4 G e + 2 A a) C_kv + ", (4 * lent + 2 * borrowed) * 8 * width
+        return "2 (G + A) e C_kv", 2 * (lent + borrowed) * 8 * width
+    return "(4 G e + 2 A a) C_kv", (4 * lent + 2 * borrowed) * 8 * width
 
 
 if __name__ == "__main__":

@@ -51,7 +51,6 @@ import fsdp
 import harness
 import model as gpt
 import muon
-import packed_documents
 import sequence_parallel
 import tensor_overlap
 import tensor_parallel
@@ -64,6 +63,7 @@ from proof.one_process import larger
 from proof.tolerance import FLOOR, TOLERANCE
 from receipts.context_parallel import LENGTHS
 from receipts.pipeline import find_schedule, stage_layers
+from trainer.document_core import attend_by_document
 
 MICROBATCHES, STEPS = 8, 3  # of a step, of a turn
 # The preset on each device, with a vocabulary that divides by the ranks, and keys of its own for
@@ -162,8 +162,7 @@ def documents(padded, job):
         return our_ddp(job, (rows[0], None, rows[1], count))
     starts = [end - n for n, end in zip(lengths, itertools.accumulate(lengths)) for _ in range(n)]
     starts = torch.tensor(starts).expand(len(tokens), -1)
-    change = packed_documents.attend_by_document
-    return our_ddp(job, (tokens, None, targets, count, None, starts), change)
+    return our_ddp(job, (tokens, None, targets, count, None, starts), attend_by_document)
 
 
 def their_ddp(job, model=None):

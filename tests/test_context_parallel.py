@@ -87,7 +87,7 @@ def make_core(way, world, documents=False):
         groups["ulysses"], groups["ring"] = make_groups(rings)
     core = context.make_core(way if way in context.KINDS else "ring", groups, documents)
     if way == "contiguous":
-        core.zigzag = False
+        core.zigzag = core.even = False
     return core
 
 

@@ -13,10 +13,10 @@ import torch
 import harness
 import mixture
 import model as gpt
-import packed_documents
 from harness import families, initialize, presets
 from proof.ledger import Ledger
 from receipts.formulas import Sizes, block_bytes, flops_per_token
+from trainer import document_core
 
 SMALL = dict(layers=3, heads=4, width=32, context=24, vocab=61)
 
@@ -326,14 +326,14 @@ def test_documents_are_each_alone(family, monkeypatch):
     sum(losses).backward()
     alone = [sum(losses).detach(), *gradients()]
     torch.testing.assert_close(packed(), alone, rtol=1e-10, atol=1e-12)
-    packed_documents.attend_by_document(model)
+    document_core.attend_by_document(model)
     torch.testing.assert_close(packed(), alone, rtol=1e-10, atol=1e-12)
     with monkeypatch.context() as patch:  # FlashAttention takes them all, where it runs
         patch.setattr(torch.backends.cuda, "can_use_flash_attention", lambda given: True)
         patch.setattr(torch.ops.aten, "_flash_attention_forward", by_a_mask)
         patch.setattr(torch.Tensor, "pin_memory", lambda t: t)
         torch.testing.assert_close(packed(), alone, rtol=1e-10, atol=1e-12)
-    core, embed = packed_documents.DocumentCore, gpt.Embedding.forward
+    core, embed = document_core.DocumentCore, gpt.Embedding.forward
     attend = core.forward
     one_document = torch.zeros_like(starts)
     with monkeypatch.context() as patch:

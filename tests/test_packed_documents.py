@@ -14,6 +14,7 @@ from test_context_parallel import attention, inputs, plain, whole
 import context_parallel as cp
 import packed_documents as pd
 from receipts import context_parallel as long_context
+from trainer.document_core import DocumentCore
 from ulysses import Ulysses
 
 # Lengths of documents, a row each: of one token, over all ranks, ending where a rank's tokens end
@@ -42,7 +43,7 @@ def test_documents_are_each_alone(ranks):
                 attention(rank, way, *rest, changed.zero_())
                 found.append(attention(rank, way, *rest, changed.copy_(starts)))
         for off in ((starts - 1).clamp(min=0), torch.where(starts > 0, starts + 1, 0)):
-            with mock.patch.object(pd, "document_tiles", off_by_one(off)):
+            with mock.patch.multiple(pd, **off_by_one(off)):
                 found.append(attention(rank, "ring", 4, size, 64, 7, torch.float64, starts))
         return found
 
@@ -57,9 +58,12 @@ def test_documents_are_each_alone(ranks):
 
 
 def off_by_one(starts):
-    """document_tiles with other borders between documents."""
-    find = pd.document_tiles
-    return lambda queries, keys, _, own=False: find(queries, keys, starts, own)
+    """The functions that make tiles, with other borders between documents."""
+    own, other = pd.own_tiles, pd.other_tiles
+    return {
+        "own_tiles": lambda held, _: own(held, starts),
+        "other_tiles": lambda queries, keys, _: other(queries, keys, starts),
+    }
 
 
 def test_documents_send_the_keys_that_tiles_use(ranks):
@@ -136,7 +140,7 @@ def test_what_is_no_start_is_refused_in_every_kind(ranks):
     def work(rank):
         group, q = dist.group.WORLD, torch.ones(1, 2, 8, 8)
         held = torch.arange(8).view(1, -1)
-        kinds = pd.DocumentRing(group), pd.DocumentCore(), Ulysses(group, pd.DocumentCore())
+        kinds = pd.DocumentRing(group), DocumentCore(), Ulysses(group, DocumentCore())
         for wrong in ("00011111", "01201012", "01033333"):
             starts = torch.tensor([[int(start) for start in wrong]])
             for attend in kinds:

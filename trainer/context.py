@@ -5,7 +5,8 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from context_parallel import Gather, Ring, parallelize_context
-from packed_documents import DocumentCore, DocumentRing
+from packed_documents import DocumentRing
+from trainer.document_core import DocumentCore
 from ulysses import Ulysses, local_attention
 
 KINDS = ("ring", "ulysses", "gather", "ring-ulysses")  # of --cp-kind
