@@ -55,8 +55,6 @@ class Config:
     # No effect unless forward gets sample_ids. On the embedding, and on what attention and MLP add
     dropout: float = 0.0
     rope_theta: float = 10000.0
-    # frequencies -> (frequencies, factor of cos and sin): for long sequences (Llama 3.1, YaRN)
-    rope_scaling: object = None
     norm_eps: float = 1e-5
     # A mixture of experts, unless experts is 0: see mixture.py
     experts: int = 0
@@ -122,6 +120,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleDict({str(i): Block(config, i) for i in range(config.layers)})
         self.head = Head(config)
         self.loss = CrossEntropy()
+        self.rotary_table = rotary_table
         if config.tied:
             self.head.out.weight = self.embed.token.weight
         for name, p in self.named_parameters():
@@ -167,7 +166,7 @@ class GPT(nn.Module):
         rope = None
         if self.config.positions == "rope":
             dtype = next(self.parameters()).dtype
-            rope = rotary_table(positions, self.config, dtype)
+            rope = self.rotary_table(positions, self.config, dtype)
         documents = () if starts is None else (starts,)
         return Batch(positions, rope, documents, key, target_count)
 
@@ -379,12 +378,9 @@ def rotary_table(positions, config, dtype):
     # Angles in float32 whatever the model's dtype, as in the published models
     exponents = torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim
     frequencies = 1.0 / config.rope_theta**exponents  # (D/2,)
-    factor = 1.0
-    if config.rope_scaling is not None:
-        frequencies, factor = config.rope_scaling(frequencies)
     angles = positions.float()[..., None, :, None] * frequencies  # (..., 1, T, D/2)
     angles = torch.cat((angles, angles), dim=-1)  # i and i + D/2 turn by the same angle
-    return (factor * angles.cos()).to(dtype), (factor * angles.sin()).to(dtype)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def rotate(x, table):

@@ -9,6 +9,7 @@ technique finds all modules in their places. docs/use/fine-tune.md lists the fam
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
+import torch
 import torch.nn as nn
 
 from model import GPT, MLP, Batch, Block, Config, initial_distribution
@@ -22,6 +23,8 @@ class FamilyConfig(Config):
     qk_norm: Literal["none", "each", "all"] = "none"
     norm_after: bool = False  # of what attention and MLP add to x, not of what they see (OLMo 2)
     no_rope_every: int = 0  # every so many-th layer has no rotary positions (SmolLM3); 0: none
+    # frequencies -> (frequencies, factor of cos and sin): for long sequences (Llama 3.1, YaRN)
+    rope_scaling: object = None
     # Of a mixture's shared MLP: a learned factor of its result, from 0 to 1 (Qwen2-MoE)
     shared_gate: bool = False
     # Factors (Granite) of the embedding, of q, of what attention and MLP add to x, of the logits
@@ -36,6 +39,8 @@ def build(config):
     plain = Config(**{field.name: getattr(config, field.name) for field in fields(Config)})
     model = GPT(plain)
     model.config = config
+    if config.rope_scaling is not None:
+        model.rotary_table = stretched_table
     if config.embedding_scale != 1:
         model.embed.drop = Scaled(model.embed.drop, config.embedding_scale)
     for layer in range(config.layers):
@@ -69,7 +74,7 @@ def build(config):
 
 
 class NormAfterBlock(Block):
-    """With the norms on the other side: of what is added to x."""
+    """A Block whose norms are of what it adds to x, not of what attention and MLP see."""
 
     def forward(self, x, batch=Batch()):
         x = x + self.attn_drop(self.attn_norm(self.attn(x, batch)), batch.drop_key)
@@ -77,8 +82,18 @@ class NormAfterBlock(Block):
         return x
 
 
+def stretched_table(positions, config, dtype):
+    """model.py's rotary_table, whose frequencies config.rope_scaling changes."""
+    exponents = torch.arange(0, config.head_dim, 2, device=positions.device).float()
+    frequencies = 1.0 / config.rope_theta ** (exponents / config.head_dim)  # (D/2,)
+    frequencies, factor = config.rope_scaling(frequencies)
+    angles = positions.float()[..., None, :, None] * frequencies  # (..., 1, T, D/2)
+    angles = torch.cat((angles, angles), dim=-1)
+    return (factor * angles.cos()).to(dtype), (factor * angles.sin()).to(dtype)
+
+
 class HeadNorm(nn.RMSNorm):
-    """Of x (B, T, H, D): of the D numbers of each head, or of all H D of a token."""
+    """RMSNorm of x (B, T, H, D): of the D numbers of each head, or of all H D of a token."""
 
     def __init__(self, config, heads):
         size = heads * config.head_dim if config.qk_norm == "all" else config.head_dim
@@ -86,13 +101,13 @@ class HeadNorm(nn.RMSNorm):
         self.heads = heads
 
     def forward(self, x):
-        assert x.shape[2] == self.heads, "heads are split: so do trainer/head_norms.py's norms"
+        assert x.shape[2] == self.heads, "cut_head_norms (trainer/head_norms.py) goes first"
         normed = x.reshape(*x.shape[:2], -1, len(self.weight))  # (B, T, H, D) or (B, T, 1, H D)
         return super().forward(normed).view(x.shape)
 
 
 class GatedMLP(MLP):
-    """A mixture's shared MLP, of whose result each token gets a part: the gate says how much."""
+    """A mixture's shared MLP. Each token gets a part of its result: `gate` says how much."""
 
     def __init__(self, config, gate):
         super().__init__(replace(config, hidden=config.shared * config.hidden))
@@ -104,7 +119,7 @@ class GatedMLP(MLP):
 
 
 class Scaled(nn.Module):
-    """`layer` of factor * x, for a layer without parameters: a dropout, an identity."""
+    """layer(factor * x). For a layer without parameters, because theirs would get other names."""
 
     def __init__(self, layer, factor):
         super().__init__()
@@ -115,7 +130,7 @@ class Scaled(nn.Module):
 
 
 class ScaledNorm(nn.RMSNorm):
-    """Its result is multiplied by `factor`."""
+    """RMSNorm, times `factor`."""
 
     def __init__(self, config, factor):
         super().__init__(config.width, eps=config.norm_eps)

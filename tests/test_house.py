@@ -52,7 +52,7 @@ FLOORS = {
 }
 # The most lines of Python in a folder, or in folders that share a duty
 CEILINGS = {
-    "harness trainer": 5490,
+    "harness trainer": 5500,
     "receipts proof": 5400,  # 3,800 once no lesson needs a receipt
     "simulator": 2000,
     "exercises": 310,
