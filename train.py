@@ -217,7 +217,7 @@ def build(run, schedule, groups):
         elif args.tp > 1:
             tensor_parallel.parallelize_tensors(part, tp)
         if args.tp > 1:
-            tensor_overlap.overlap(part, args.gather_again)
+            tensor_overlap.overlap(part, args.gather_again, harness.reduce_scatter)
         else:  # the whole vocabulary is here: compute the loss a piece at a time, to hold less
             lean_head(part, args.compile)
         if args.cp > 1:

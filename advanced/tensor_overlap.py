@@ -15,15 +15,14 @@ dx and waits. But dW and db don't need what it sends:
 
 So Enter and the layers behind it become one autograd function, because within one function we
 choose the order. gather_again is the paper's own form (Korthikanti et al. 2022): hold this rank's
-T/t tokens of x until backward, instead of all T, and gather them once more: (t-1)/t B T C e bytes
-for each Enter. All else that is sent is as in those files.
+T/t tokens of x until backward, instead of all T, and gather them once more.
 
-When is it hidden? Let N be the outputs of all layers behind one Enter, before the cut. dW takes
-2 B T C N/t operations, and the all-reduce sends 2 B T C e (t-1)/t bytes. At s operations and w
-bytes a second it is hidden if N > (t-1) e s / w: for H100s (400 TFLOP/s, 450 GB/s), t = 8 and 16
-bits 12,500, half of it with tokens split.
-Leave's messages, and all in forward, are waited for. On GPUs set CUDA_DEVICE_MAX_CONNECTIONS=1, as
-Megatron-LM asks for: else the message may start late. The results are the same.
+Sent      As in those files. gather_again sends (t-1)/t B T C e bytes more for each Enter.
+Limits    Leave's messages, and all in forward, are waited for. A message is hidden where the layers
+          behind one Enter have more than (t-1) e s / w outputs, before the cut, at s operations
+          and w bytes a second: on H100s (400 TFLOP/s, 450 GB/s), t = 8 and 16 bits 12,500, half of
+          it with tokens split. On GPUs set CUDA_DEVICE_MAX_CONNECTIONS=1, as Megatron-LM asks for:
+          else the message may start late.
 
     torchrun --nproc_per_node=4 -m advanced.tensor_overlap
     (needs model.py, tensor_parallel.py and sequence_parallel.py)
@@ -49,81 +48,87 @@ from sequence_parallel import (
     shards_of_tokens,
 )
 
-# --- the plainest form: Enter and one layer
+# --- the plainest form: Enter, and the layers that read its result, as gate and up do
 
 
-class OverlappedLinear(nn.Module):
-    """In place of Enter and one ColumnParallelLinear. Leave no other Enter before it: the gradient
-    of its input would be t times too large, on all ranks alike."""
-
-    def __init__(self, layer, group):
-        super().__init__()
-        self.weight, self.bias, self.group = layer.weight, layer.bias, group
-
-    def forward(self, x):
-        return EnterLinear.apply(x, self.weight, self.bias, self.group)
-
-
-class EnterLinear(torch.autograd.Function):
-    """Enter, then F.linear with a shard of weight and bias: x (B, T, C) -> (B, T, out / t)."""
+class EnterLinears(torch.autograd.Function):
+    """Enter, then F.linear with each weight and bias: x (B, T, C) -> a (B, T, out / t) each.
+    parameters: a weight and a bias, or None, for each layer."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, group):
+    def forward(ctx, x, group, *parameters):
         ctx.group = group
-        ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
+        ctx.save_for_backward(x, *parameters[::2])
+        return linears(x, parameters)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        x, weight = x.to(dy.dtype), weight.to(dy.dtype)  # under autocast F.linear cast them too
-        dx = dy @ weight  # this rank's part of the sum
+    def backward(ctx, *dys):
+        x, *weights = ctx.saved_tensors
+        dx = gradient_of_input(dys, weights)
         message = dist.all_reduce(dx, group=ctx.group, async_op=True)
-        rows = dy.flatten(0, -2)  # (B T, out / t)
-        dw = rows.T @ x.flatten(0, -2)
-        db = rows.sum(0) if ctx.needs_input_grad[2] else None  # None also without a bias
+        of_parameters = gradients_of_parameters(dys, x, ctx.needs_input_grad[2:])
         message.wait()
-        return dx, dw, db, None
+        return dx, None, *of_parameters
 
 
-# --- Enter and all layers that read its result, such as gate and up. They share one message
+def linears(x, parameters):
+    return tuple(F.linear(x, *pair) for pair in zip(parameters[::2], parameters[1::2]))
+
+
+def gradient_of_input(dys, weights):
+    """dy (B, T, out / t) of each layer -> dx (B, T, C), their sum of dy W."""
+    dx = None
+    for dy, weight in zip(dys, weights):
+        rows, weight = dy.flatten(0, -2), weight.to(dy.dtype)  # F.linear's cast, under autocast
+        dx = rows @ weight if dx is None else torch.addmm(dx, rows, weight)
+    return dx.view(*dys[0].shape[:-1], -1)
+
+
+def gradients_of_parameters(dys, x, needed):
+    """dW = dy^T x and db of each layer, or None where `needed` is False."""
+    x, gradients = x.flatten(0, -2), []
+    for dy, of_weight, of_bias in zip(dys, needed[::2], needed[1::2]):
+        rows = dy.flatten(0, -2)
+        gradients.append(rows.T @ x if of_weight else None)
+        gradients.append(rows.sum(0) if of_bias else None)
+    return gradients
+
+
+# --- as modules, so that a model's forward stays as it is
 
 
 class EnterAndProject(nn.Module):
-    """Boundary(Enter, group) and the ColumnParallelLinears behind it in one: x -> {layer: its
-    output}, an Outputs. Put each of `layers` where its ColumnParallelLinear was: called with the
-    Outputs, it returns its own. So a model's forward stays as it is, if between Enter and layers it
-    reads no more than the shape. Parameters stay the same tensors, for optimizers and ties.
+    """In place of Boundary(Enter, group), or of one with GatherTokens: computes also the layers
+    behind it, x -> {layer: its output}, an Outputs. Put each of `layers` where its
+    ColumnParallelLinear was: called with the Outputs, it returns its own. In between a model may
+    read the shape, and nothing else. Parameters stay the same tensors, for optimizers and ties.
 
-    gather_again: with GatherTokens only. Hold x (B, T/t, C) instead of what was gathered."""
+    With GatherTokens only:
+    gather_again    hold x (B, T/t, C) instead of what was gathered
+    reduce_scatter  in place of torch's: (shard, full, group=group) -> a handle with wait()"""
 
-    def __init__(self, enter, layers, gather_again=False):
+    def __init__(self, enter, layers, gather_again=False, reduce_scatter=None):
         super().__init__()
-        self.enter, self.gather_again = enter, gather_again
+        self.enter, self.gather_again, self.reduce_scatter = enter, gather_again, reduce_scatter
         # In a list, which registers nothing: else state_dict would have them twice
         self.layers = [ProjectedLinear(layer) for layer in layers]
 
     def forward(self, x):
-        weights, biases = zip(*((layer.weight, layer.bias) for layer in self.layers))
-        # Under torch.compile, which orders a block's backward itself, and where a mode or a tensor
-        # subclass replaces F.linear (zero_bubble.py), Enter itself. Only EnterLinears gathers again
+        parameters = [p for layer in self.layers for p in (layer.weight, layer.bias)]
+        # Enter and F.linear by themselves: under torch.compile, which orders a block's backward
+        # itself, and where a mode or a tensor subclass replaces F.linear (zero_bubble.py)
         plain = torch.compiler.is_compiling() or has_torch_function((x,))
-        if plain and not self.gather_again:
-            return Outputs(zip(self.layers, linears(self.enter(x), weights, biases)))
+        if plain and not self.gather_again:  # which only GatherLinears does
+            return Outputs(zip(self.layers, linears(self.enter(x), parameters)))
         if torch.is_autocast_enabled(x.device.type):  # else F.linear casts, after this is sent
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        gathers = issubclass(self.enter.function, GatherTokens)
-        options = self.enter.group, gathers, self.gather_again
-        return Outputs(zip(self.layers, EnterLinears.apply(x, *options, *weights, *biases)))
-
-
-class Outputs(dict):
-    """{layer: its output (B, T, out / t)}. Passed on as if it were their input."""
-
-    @property
-    def shape(self):  # transformers' attention asks for it, and uses all but the last dimension
-        return next(iter(self.values())).shape
+        if issubclass(self.enter.function, GatherTokens):
+            options = self.enter.group, self.gather_again, self.reduce_scatter
+            results = GatherLinears.apply(x, *options, *parameters)
+        else:
+            results = EnterLinears.apply(x, self.enter.group, *parameters)
+        return Outputs(zip(self.layers, results))
 
 
 class ProjectedLinear(nn.Module):
@@ -137,107 +142,62 @@ class ProjectedLinear(nn.Module):
         return outputs[self]
 
 
-class EnterLinears(torch.autograd.Function):
-    """EnterLinear for several layers. parameters: all weights, then all biases or Nones. gathers:
-    GatherTokens is in the place of Enter."""
+class Outputs(dict):
+    """{layer: its output (B, T, out / t)}. Passed on as if it were their input."""
+
+    @property
+    def shape(self):  # transformers' attention asks for it, and uses all but the last dimension
+        return next(iter(self.values())).shape
+
+
+# --- where tokens are split: gather them, and reduce-scatter their gradients
+
+
+class GatherLinears(torch.autograd.Function):
+    """GatherTokens, then the layers: x (B, T/t, C) -> (B, T, out / t) each."""
 
     @staticmethod
-    def forward(ctx, x, group, gathers, gather_again, *parameters):
-        ctx.group, ctx.gathers, ctx.gather_again = group, gathers, gather_again
-        full = gather_tokens(x, group) if gathers else x  # (B, T, C)
-        n = len(parameters) // 2
-        ctx.save_for_backward(x if gather_again else full, *parameters[:n])
-        return linears(full, parameters[:n], parameters[n:])
+    def forward(ctx, x, group, gather_again, reduce_scatter, *parameters):
+        ctx.group, ctx.gather_again, ctx.reduce_scatter = group, gather_again, reduce_scatter
+        full = gather_tokens(x, group)  # (B, T, C)
+        ctx.save_for_backward(x if gather_again else full, *parameters[::2])
+        return linears(full, parameters)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *dys):
         x, *weights = ctx.saved_tensors
         if ctx.gather_again:
-            finish_gather = start_gather(x, ctx.group)
-        dx = gradient_of_input(dys, weights)
-        if ctx.gathers:
-            finish_sum = start_reduce_scatter(dx, ctx.group)
-            del dx  # (B, T, C): the message has a copy of its own
-        else:
-            message = dist.all_reduce(dx, group=ctx.group, async_op=True)
+            parts = x.new_empty(dist.get_world_size(ctx.group), *x.shape)  # (t, B, T/t, C)
+            flat = parts.flatten(0, 1)  # a view, through which the message fills `parts`
+            gather = all_gather_into_tensor(flat, x.contiguous(), group=ctx.group, async_op=True)
+        shards = shards_of_tokens(gradient_of_input(dys, weights), ctx.group)  # (t, B, T/t, C)
+        dx = torch.empty_like(shards[0])
+        reduce_scatter = ctx.reduce_scatter or start_reduce_scatter
+        message = reduce_scatter(dx, shards.flatten(0, 1), group=ctx.group)
         if ctx.gather_again:
-            x = finish_gather()
-            del finish_gather  # it holds what it received, as large
+            gather.wait()
+            x = parts.transpose(0, 1).flatten(1, 2)  # (B, T, C)
+            del parts, flat
         of_parameters = gradients_of_parameters(dys, x, ctx.needs_input_grad[4:])
-        if ctx.gathers:
-            dx = finish_sum()
-        else:
-            message.wait()
+        message.wait()
         return dx, None, None, None, *of_parameters
 
 
-def linears(x, weights, biases):
-    """x (B, T, C) -> (B, T, out / t) of each layer."""
-    return tuple(F.linear(x, *pair) for pair in zip(weights, biases))
-
-
-def gradient_of_input(dys, weights):
-    """dy (B, T, out / t) of each layer -> dx (B, T, C), their sum of dy W."""
-    dx = None
-    for dy, weight in zip(dys, weights):
-        rows, weight = dy.flatten(0, -2), weight.to(dy.dtype)  # F.linear's cast, under autocast
-        dx = rows @ weight if dx is None else torch.addmm(dx, rows, weight)
-    return dx.view(*dys[0].shape[:-1], -1)
-
-
-def gradients_of_parameters(dys, x, needed):
-    """dW = dy^T x of each layer, then db of each. needed: for each weight, then each bias, whether
-    it is trained."""
-    x, dys = x.flatten(0, -2), [dy.flatten(0, -2) for dy in dys]
-    of_weights = [dy.T @ x if needs else None for dy, needs in zip(dys, needed)]
-    of_biases = [dy.sum(0) if needs else None for dy, needs in zip(dys, needed[len(dys) :])]
-    return *of_weights, *of_biases
-
-
-# --- sequence parallelism's messages, started: both return a function that waits for the tokens
-
-
-def start_gather(x, group):
-    """All ranks' tokens in order: x (B, T/t, C) -> (B, T, C)."""
-    shards = x.new_empty(dist.get_world_size(group), *x.shape)  # (t, B, T/t, C)
-    flat = shards.flatten(0, 1)  # a view, through which the message fills `shards`
-    work = all_gather_into_tensor(flat, x.contiguous(), group=group, async_op=True)
-
-    def finish():
-        work.wait()
-        return shards.transpose(0, 1).flatten(1, 2)
-
-    return finish
-
-
-def start_reduce_scatter(x, group):
-    """This rank's tokens of the sum of all ranks' x: (B, T, C) -> (B, T/t, C)."""
-    shards = shards_of_tokens(x, group)  # (t, B, T/t, C)
-    if dist.get_backend(group) == "gloo":  # for CPUs: its reduce-scatter sends twice the bytes
-        received = torch.empty_like(shards)
-        work = dist.all_to_all_single(received, shards, group=group, async_op=True)
-    else:
-        received = torch.empty_like(shards[:1])
-        work = reduce_scatter_tensor(received, shards, group=group, async_op=True)
-
-    def finish(sent=shards):  # the message reads them until the wait
-        work.wait()
-        return received[0] if len(received) == 1 else received.sum(0)
-
-    return finish
+def start_reduce_scatter(shard, full, group):
+    return reduce_scatter_tensor(shard, full, group=group, async_op=True)
 
 
 # --- for model.py's GPT ---
 
 
-def overlap(model, gather_again=False):
+def overlap(model, gather_again=False, reduce_scatter=None):
     """After parallelize_tensors or parallelize_sequence: replace each Enter that has linear layers
     behind it, in place, and return the model. A mixture's has experts behind it, and stays."""
 
     def project(module, *names):
         layers = [getattr(module, name) for name in names]
-        module.enter = EnterAndProject(module.enter, layers, gather_again)
+        module.enter = EnterAndProject(module.enter, layers, gather_again, reduce_scatter)
         for name, layer in zip(names, module.enter.layers):
             setattr(module, name, layer)
 
@@ -269,20 +229,11 @@ def main():
     sizes = dict(layers=2, heads=2 * t, width=8 * t, context=8 * t)
     gpt2 = Config(**sizes)
     llama = Config(**sizes, positions="rope", norm="rmsnorm", mlp="swiglu", bias=False, tied=False)
-    train("plain form", gpt2, args.steps, device)
-    train("tensor parallelism", llama, args.steps, device)
+    train("gpt2", gpt2, args.steps, device)
+    train("llama", llama, args.steps, device)
     train("tokens split", llama, args.steps, device)
     train("gather_again", gpt2, args.steps, device)
     leave()
-
-
-def overlap_plainly(model, group):
-    """Of a GPT-2, in which one layer stands behind each Enter."""
-    pairs = [(block.attn, "qkv") for block in model.blocks.values()]
-    pairs += [(block.mlp, "up") for block in model.blocks.values()]
-    for part, name in [*pairs, (model.head, "out")]:
-        part.enter = nn.Identity()
-        setattr(part, name, OverlappedLinear(getattr(part, name), group))
 
 
 def train(form, config, steps, device):
@@ -292,10 +243,7 @@ def train(form, config, steps, device):
     model = GPT(config).to(device, torch.float64)
     one = OneProcess(model, torch.optim.AdamW)
     (parallelize_sequence if split else parallelize_tensors)(model, group)
-    if form == "plain form":
-        overlap_plainly(model, group)
-    else:
-        overlap(model, again)
+    overlap(model, again)
     named = list(zip(model.named_parameters(), one.model.parameters()))
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters)
@@ -312,7 +260,7 @@ def train(form, config, steps, device):
         torch.nn.utils.clip_grads_with_norm_(parameters, 0.5, norm)
         optimizer.step()
         if step == 0:
-            order.check(form, again)
+            check_order(order.began, form, again)
         alone = one.train_step(tokens, targets, count, 0.5)
         gradients = [(name, unshard(p.grad, q.shape, group), q.grad) for (name, p), q in named]
         weights = [(name, unshard(p.data, q.shape, group), q.data) for (name, p), q in named]
@@ -335,22 +283,23 @@ class Order(TorchDispatchMode):
         self.began = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace == "c10d" or function.name().startswith(("aten::mm", "aten::addmm")):
-            self.began.append("message" if function.namespace == "c10d" else "matmul")
+        if function.namespace == "c10d":
+            self.began.append("message")
+        elif function.name().startswith(("aten::mm", "aten::addmm")):
+            self.began.append("matmul")
         return function(*args, **(kwargs or {}))
 
-    def check(self, form, again):
-        """Backward begins with the head: dx, its message, then dW. Without overlap dW comes first,
-        or the gather."""
-        expected = ["message"] * again + ["matmul", "message", "matmul"]
-        began = self.began[: len(expected)]
-        if dist.get_rank() == 0:
-            wrong = "" if began == expected else ": NOT proven, the order differs"
-            print(
-                f"{form}, {dist.get_world_size()} ranks: backward begins {', '.join(began)}{wrong}"
-            )
-        if began != expected:
-            leave(1)
+
+def check_order(began, form, again):
+    """Backward begins with the head: dx, its message, then dW. Without overlap dW comes first, or
+    the gather."""
+    expected = ["message"] * again + ["matmul", "message", "matmul"]
+    began = began[: len(expected)]
+    wrong = "" if began == expected else ": NOT proven, the order differs"
+    if dist.get_rank() == 0:
+        print(f"{form}, {dist.get_world_size()} ranks: backward begins {', '.join(began)}{wrong}")
+    if wrong:
+        leave(1)
 
 
 if __name__ == "__main__":

@@ -79,12 +79,12 @@ class GlooReduceScatter:
 
     def wait(self):
         self.work.wait()
-        torch.sum(self.received.view(-1, len(self.shard)), 0, out=self.shard)
+        torch.sum(self.received.view(-1, *self.shard.shape), 0, out=self.shard)
 
 
 def reduce_scatter(shard, full, group):
-    """zero.py's reduce_scatter: starts to sum `full` over the group, of which a rank gets its
-    shard. The rest of `full` is of no use afterwards."""
+    """For zero.py and tensor_overlap.py: starts to sum `full` over the group, of which a rank gets
+    its shard. The rest of `full` is of no use afterwards."""
     if dist.get_backend(group) == "gloo":
         return GlooReduceScatter(shard, full, group)
     return reduce_scatter_tensor(shard, full, group=group, async_op=True)

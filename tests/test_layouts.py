@@ -353,8 +353,8 @@ bias on every rank: tensor_parallel:RowParallelLinear.forward
 x's gradient before its sum is there: tensor_overlap:EnterLinears.backward
     all_reduce(dx, -> all_reduce(dx.clone(),
     sgd --tp 2 -> step 1, backward -> add up to the right one: never summed over tp
-a weight's gradient of tokens that are not there yet: tensor_overlap:EnterLinears.backward
-    x = finish_gather() -> x = torch.zeros_like(finish_gather())
+a weight's gradient of tokens that are not there yet: tensor_overlap:GatherLinears.backward
+    x = parts.transpose -> x = torch.zeros_like(parts).transpose
     sgd --tp 2 --sp --gather-again -> step 1, backward -> it is zero: it was never computed
 recomputed without the collectives: tensor_parallel:Leave.forward
     dist.all_reduce(total -> torch._C._current_graph_task_id() < 0 and dist.all_reduce(total
