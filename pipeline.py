@@ -442,7 +442,7 @@ def gpt_stages(model, stage_count, held):
 # --- demo ---
 
 if __name__ == "__main__":  # importing this file needs no model.py
-    from model import GPT, Config, OneProcess, Sent, join_ranks, leave, text_batch
+    from model import join_ranks, leave
 
 
 def main():
@@ -459,23 +459,27 @@ def main():
     leave()
 
 
-def train(executor, make_row, args, device):
+def train(executor, make_row, args, device):  # zero_bubble.py's demo calls it, too
+    from model import GPT, Config, OneProcess, Sent, text_batch
+
     rank, ranks = dist.get_rank(), dist.get_world_size()
     m = args.microbatches or 2 * ranks
     rows = [make_row(r, ranks, m) for r in range(ranks)]
-    if executor is plain_pipeline:  # stage r is on rank r
-        held, last, links = [rank], ranks - 1, [dist.new_group(), dist.new_group()]
+    plain = isinstance(rows[0], str)
+    if plain:  # stage r is on rank r
+        held, ends, last = [rank], {0, ranks - 1}, ranks - 1
+        links = [dist.new_group(), dist.new_group()]
     else:
         schedule = Schedule(rows)
         held, last = schedule.stages(rank), schedule.last
+        ends = {schedule.owner[0], schedule.owner[last]}  # the ranks of the first and last stage
         links = open_links(make_links(), schedule, device)
     torch.manual_seed(0)  # every rank draws all weights, and keeps those of its stages
     model = GPT(Config(layers=args.layers, width=32, context=32)).to(device, torch.float64)
     one = OneProcess(model, torch.optim.AdamW)
     modules = gpt_stages(model, last + 1, held)
     named = {name: p for module in modules.values() for name, p in module.named()}
-    ends = sorted({0, ranks - 1})  # the ranks of the first and the last stage
-    tied, ends_group = named.get("embed.token.weight"), dist.new_group(ends)
+    tied, ends_group = named.get("embed.token.weight"), dist.new_group(sorted(ends))
     optimizer = torch.optim.AdamW(named.values())
     like = torch.zeros(2, 32, 32, dtype=torch.float64, device=device)  # (b, T, C)
     if rank == 0:
@@ -494,11 +498,11 @@ def train(executor, make_row, args, device):
 
         optimizer.zero_grad()
         with Sent() as sent:
-            if executor is plain_pipeline:
+            if plain:
                 batch = inputs, answers, loss_fn, like
-                losses = plain_pipeline(modules[rank], rows[rank], *batch, *links)
+                losses = executor(modules[rank], rows[rank], *batch, *links)
             else:
-                losses = Pipeline(schedule, forward, like.shape, like.dtype, device, links).run()
+                losses = executor(schedule, forward, like.shape, like.dtype, device, links).run()
             if tied is not None:
                 reduce_tied(tied, ends_group)
         loss = sum(losses, like.new_zeros(()))  # the last rank's
@@ -512,9 +516,8 @@ def train(executor, make_row, args, device):
         gradients = [(name, p.grad, whole[name].grad) for name, p in named.items()]
         weights = [(name, p.data, whole[name].data) for name, p in named.items()]
         one.compare(step, loss, alone, gradients, weights)
-    borders = sum(stage > 0 for stage in held) + sum(stage < last for stage in held)
-    if ranks == 1:
-        borders = 0  # its stages send each other nothing
+    neighbours = [n for stage in held for n in (stage - 1, stage + 1) if 0 <= n <= last]
+    borders = sum(n not in held for n in neighbours)  # two stages of a rank send each other nothing
     formula = borders * m * like.nbytes
     if tied is not None:
         formula += (len(ends) - 1) * tied.nbytes  # an all-reduce over two ranks

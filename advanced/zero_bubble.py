@@ -18,9 +18,8 @@ Schedules zb-h1  1F1B's memory, and a third of its bubble
 Sent      As in pipeline.py: b T C e bytes per micro-batch, boundary and direction.
 Limits    "No bubble" needs F = I = W and at least 2 p - 1 micro-batches on p ranks. It is between a
           rank's first action and its last. The waits before and after stay, because clipping's
-          norm waits for all ranks. (The papers' ranks step on a partial norm, and undo the step if
-          the whole one says so: not here.) So a step with zb-h2 is no faster than with zb-h1, and
-          slower with few micro-batches (p = m = 8: 34 units, zb-h1 31). docs/learn/pipelines.md.
+          norm waits for all ranks. So a step with zb-h2 is no faster than with zb-h1, and slower
+          with few micro-batches (p = m = 8: 34 units, zb-h1 31). More: docs/learn/pipelines.md.
 
     torchrun --nproc_per_node=4 -m advanced.zero_bubble    (needs model.py and pipeline.py)
 
@@ -43,22 +42,21 @@ from pipeline import Pipeline, Row, plain_pipeline
 
 
 class InputGradient(torch.autograd.Function):
-    """y = x A^T, with I as its backward. It calls keep(x, dy, offsets): what W needs.
-
-    offsets: None, or of experts' rows, (E,): an A each, (E, in, out), for rows up to its offset."""
+    """y = x A^T, with I as its backward. It calls keep(x, dy): what W needs."""
 
     @staticmethod
-    def forward(ctx, x, weight, offsets, keep):
-        ctx.save_for_backward(x, weight, offsets)
+    def forward(ctx, x, weight, keep):
+        # x twice: so torch refuses a checkpointed layer, whose second run is outside the store. It
+        # compares how many tensors both runs save. Else it could take the transpose for A
+        ctx.save_for_backward(x, weight, x)
         ctx.keep = keep
-        return F.linear(x, weight) if offsets is None else F.grouped_mm(x, weight, offs=offsets)
+        return F.linear(x, weight)
 
     @staticmethod
     def backward(ctx, dy):
-        x, weight, offsets = ctx.saved_tensors
-        ctx.keep(x.detach(), dy, offsets)
-        dx = dy @ weight if offsets is None else F.grouped_mm(dy, weight.mT, offs=offsets)
-        return dx, None, None, None
+        x, weight, _ = ctx.saved_tensors
+        ctx.keep(x.detach(), dy)
+        return dy @ weight, None, None
 
 
 class WeightGradient(torch.autograd.Function):
@@ -66,20 +64,18 @@ class WeightGradient(torch.autograd.Function):
     one at a time is in memory."""
 
     @staticmethod
-    def forward(ctx, weight, x, dy, offsets):
-        ctx.save_for_backward(x, dy, offsets)
+    def forward(ctx, weight, x, dy):
+        ctx.save_for_backward(x, dy)
         return weight.new_zeros(())  # a root for backward: its value is not used
 
     @staticmethod
     def backward(ctx, _):
-        x, dy, offsets = ctx.saved_tensors
-        if offsets is None:
-            return dy.flatten(0, -2).T @ x.flatten(0, -2), None, None, None
-        return F.grouped_mm(x.T, dy, offs=offsets), None, None, None
+        x, dy = ctx.saved_tensors
+        return dy.flatten(0, -2).T @ x.flatten(0, -2), None, None
 
 
 class WeightGradStore(TorchFunctionMode):
-    """While it is on, each F.linear and F.grouped_mm leaves its weight's gradient for later.
+    """While it is on, each F.linear leaves its weight's gradient for later.
 
         store = WeightGradStore()
         with store:
@@ -88,61 +84,43 @@ class WeightGradStore(TorchFunctionMode):
         store.accumulate()  # W: gradients of weights. Without this line they are missing
 
     All other weight gradients are part of I: those of other functions, of a weight that is computed
-    from parameters, and of all weights under autocast. weight.used_twice = True leaves all of a
-    weight's gradient to I: for a tied embedding under DDP or ZeRO, whose hooks expect one."""
+    from parameters, and of all weights under autocast. A checkpointed layer is refused by torch
+    (CheckpointError): trainer/split_backward.py has a store for it, and for experts."""
 
     def __init__(self):
         super().__init__()
-        self.pairs = []  # (weight, x, dy, offsets), in the order of backward
+        self.waiting = []  # (WeightGradient, weight, x, dy), in the order of backward
+        self.instead = {F.linear: self.linear}
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        instead = {F.linear: self.linear, torch.Tensor.backward: self.backward}
-        instead[torch._grouped_mm] = self.grouped_mm  # which F.grouped_mm calls
-        return instead.get(function, function)(*args, **kwargs or {})
+        return self.instead.get(function, function)(*args, **kwargs or {})
 
     def linear(self, input, weight, bias=None):  # named as F.linear's arguments
-        if not can_defer(input, weight):
+        if not self.can_defer(input, weight):
             return F.linear(input, weight, bias)
-        y = self.defer(input, weight)
+
+        def keep(x, dy):
+            self.waiting.append((WeightGradient, weight, x, dy))
+
+        y = InputGradient.apply(input, weight.detach(), keep)
         return y if bias is None else y + bias
 
-    def grouped_mm(self, x, weight, *, offs=None, **options):
-        if not can_defer(x, weight):
-            return torch._grouped_mm(x, weight, offs=offs, **options)
-        return self.defer(x, weight, offs)
-
-    def defer(self, x, weight, offsets=None):
-        def keep(*pair):
-            self.pairs.append((weight, *pair))
-
-        return InputGradient.apply(x, weight.detach(), offsets, keep)
-
-    def backward(self, y, gradient=None, **options):
-        """y.backward(gradient) with this mode on, for a checkpointed layer, which runs its forward
-        again in here. Of y's edge: for the tensor y torch would switch the mode off."""
-        with self:
-            edge = torch.autograd.graph.get_gradient_edge(y)
-            torch.autograd.backward([edge], [gradient], **options)
+    def can_defer(self, x, weight):
+        """Whether autograd would compute this weight's gradient, and the weight is a parameter or a
+        view of one."""
+        base = weight if weight._base is None else weight._base
+        if not isinstance(base, nn.Parameter) or torch.is_autocast_enabled(x.device.type):
+            return False  # under autocast W would not be cast
+        return torch.is_grad_enabled() and x.requires_grad and weight.requires_grad
 
     def accumulate(self):
         """Add the gradients to their weights, in one pass of autograd: DDP and ZeRO take the end of
         a pass for the end of backward."""
         # Autograd runs the newest root first. Reversed, gradients come in backward's order
-        roots = [WeightGradient.apply(*pair) for pair in reversed(self.pairs)]
-        self.pairs.clear()
+        roots = [node.apply(*saved) for node, *saved in reversed(self.waiting)]
+        self.waiting.clear()
         if roots:
             torch.autograd.backward(roots)
-
-
-def can_defer(x, weight):
-    """Whether autograd would compute this weight's gradient, and the weight is a parameter or a
-    view of one."""
-    base = weight if weight._base is None else weight._base
-    if not isinstance(base, nn.Parameter) or getattr(base, "used_twice", False):
-        return False
-    if torch.is_autocast_enabled(x.device.type):  # W would not be cast
-        return False
-    return torch.is_grad_enabled() and x.requires_grad and weight.requires_grad
 
 
 def zb_h1(rank, ranks, microbatches, reach=1):
@@ -168,7 +146,7 @@ def zb_h1(rank, ranks, microbatches, reach=1):
 
 
 def plain_zero_bubble(stage, row, inputs, targets, loss_fn, like, down, up):
-    """plain_pipeline with a row of F, I and W: zb_h1's or zb_h2's, of any stage."""
+    """plain_pipeline with a row of F, I and W, such as the kinds of zb_h1's actions."""
     stores = collections.deque()  # of each micro-batch, from F to W
 
     def forward(x):
@@ -179,7 +157,7 @@ def plain_zero_bubble(stage, row, inputs, targets, loss_fn, like, down, up):
     def forwards_and_backwards():
         """What plain_pipeline runs. It asks for the next letter when it has sent I's x.grad: so W
         runs meanwhile."""
-        for kind, _, _ in row:
+        for kind in row:
             if kind == "W":
                 stores.popleft().accumulate()
             else:
@@ -196,12 +174,13 @@ def plain_zero_bubble(stage, row, inputs, targets, loss_fn, like, down, up):
 class SplitPipeline(Pipeline):
     """A Pipeline that runs I and W as well.
 
-    around: a context manager, entered as around(action) while an action computes: for ZeRO or FSDP
-    (docs/use/two-techniques.md)."""
+    around      a context manager, entered as around(action) while an action computes: for ZeRO or
+                FSDP (docs/use/two-techniques.md)
+    make_store  in place of WeightGradStore, one that defers more"""
 
-    def __init__(self, *args, around=contextlib.nullcontext, **options):
+    def __init__(self, *args, around=contextlib.nullcontext, make_store=WeightGradStore, **options):
         super().__init__(*args, **options)
-        self.around = around
+        self.around, self.make_store = around, make_store
         self.split = {(a.stage, a.microbatch) for a in self.row if a.kind == "W"}
         self.stores = {}  # {(stage, micro-batch): its WeightGradStore, from F to W}
 
@@ -216,7 +195,7 @@ class SplitPipeline(Pipeline):
         if (stage, m) not in self.split:
             return super().compute(action, received)
         if kind == "F":
-            self.stores[stage, m] = WeightGradStore()
+            self.stores[stage, m] = self.make_store()
         if kind == "W":
             return self.stores.pop((stage, m)).accumulate()
         with self.stores[stage, m]:
@@ -260,16 +239,8 @@ def zb_v(rank, ranks, microbatches):
 # --- demo ---
 
 if __name__ == "__main__":  # importing this file needs no model.py
-    from model import GPT, Config, OneProcess, Sent, join_ranks, leave, text_batch
-    from pipeline import (
-        Schedule,
-        gpt_stages,
-        make_links,
-        one_f_one_b,
-        open_links,
-        pipeline_norm,
-        reduce_tied,
-    )
+    from model import join_ranks, leave
+    from pipeline import Schedule, one_f_one_b, train
 
 
 def main():
@@ -279,102 +250,50 @@ def main():
     parser.add_argument("--microbatches", type=int, help="of a step (default: 2 per rank)")
     args = parser.parse_args()
     device = join_ranks()
-    args.microbatches = args.microbatches or 2 * dist.get_world_size()
-    train(plain_zero_bubble, zb_h1, args, device)
+    train(plain_zero_bubble, zb_h1_row, args, device)  # pipeline.py's training loop
     for make_row in one_f_one_b, zb_h1, zb_h2, zb_v:
+        check_bubble(make_row, args.microbatches)
         train(SplitPipeline, make_row, args, device)
     leave()
 
 
-def train(executor, make_row, args, device):
-    rank, ranks, m = dist.get_rank(), dist.get_world_size(), args.microbatches
-    schedule = Schedule(make_row(r, ranks, m) for r in range(ranks))
-    held, last = schedule.stages(rank), schedule.last
-    links = open_links(make_links(), schedule, device)
-    torch.manual_seed(0)  # every rank draws all weights, and keeps those of its stages
-    model = GPT(Config(layers=args.layers, width=32, context=32)).to(device, torch.float64)
-    one = OneProcess(model, torch.optim.AdamW)
-    stages = gpt_stages(model, last + 1, held)
-    named = {name: p for part in stages.values() for name, p in part.named()}
-    ends = sorted({schedule.owner[0], schedule.owner[last]})  # ranks
-    tied, ends_group = named.get("embed.token.weight"), dist.new_group(ends)
-    optimizer = torch.optim.AdamW(named.values())
-    like = torch.zeros(2, 32, 32, dtype=torch.float64, device=device)  # (b, T, C)
-    if rank == 0:
-        row = "".join(action.kind for action in schedule[0])
-        print(f"{executor.__name__}, {make_row.__name__}: {ranks} ranks, rank 0 runs {row}")
-    for step in range(args.steps):
-        tokens, targets, count = text_batch(step, m * len(like), 32, device)
-        inputs, answers = tokens.chunk(m), targets.chunk(m)
-
-        def forward(stage, i, x):  # the last stage has the head, and returns the loss
-            x = inputs[i] if x is None else x
-            return stages[stage](x, targets=answers[i], target_count=count)
-
-        def loss_fn(logits, y):  # the sum over y, divided by the number of the batch's targets
-            return model.loss(logits, y, count)
-
-        optimizer.zero_grad()
-        with Sent() as sent:
-            if executor is plain_zero_bubble:
-                batch = inputs, answers, loss_fn, like
-                losses = executor(stages[rank], schedule[rank], *batch, links[0], links[2])
-            else:
-                losses = executor(schedule, forward, like.shape, like.dtype, device, links).run()
-            if tied is not None:
-                reduce_tied(tied, ends_group)
-        # A rank has the gradients of its layers. Of the tied matrix's two copies one counts
-        counted = [p for p in named.values() if p is not tied or rank == 0]
-        norm = pipeline_norm(counted, dist.group.WORLD)
-        loss = sum(losses, like.new_zeros(()))  # on the rank that has the last stage
-        dist.all_reduce(loss)
-        torch.nn.utils.clip_grads_with_norm_(named.values(), 0.5, norm)
-        optimizer.step()
-        alone = one.train_step(tokens, targets, count, 0.5)
-        whole = dict(one.model.named_parameters())
-        gradients = [(name, p.grad, whole[name].grad) for name, p in named.items()]
-        weights = [(name, p.data, whole[name].data) for name, p in named.items()]
-        one.compare(step, loss, alone, gradients, weights)
-    check_bubble(schedule, make_row.__name__, m, device)
-    messages = [message for message in map(schedule.outgoing, schedule[rank]) if message]
-    formula = sum(to.source != to.target for to in messages) * like.nbytes
-    if tied is not None:
-        formula += (len(ends) - 1) * tied.nbytes  # an all-reduce over two ranks
-    one.prove(sent, "m b T C e each way over a border, V C e if tied", formula)
+def zb_h1_row(rank, ranks, microbatches):
+    return "".join(action.kind for action in zb_h1(rank, ranks, microbatches))
 
 
-class VirtualTime(SplitPipeline):
-    """Runs a schedule without layers. A message is the time at which it was sent."""
-
-    now, waited = 0.0, 0.0
-
-    def compute(self, action, received):
-        start = self.now if received is None else max(self.now, received.item())
-        if action != self.row[0]:  # the wait before a rank's first action is none of the bubble
-            self.waited += start - self.now
-        self.now = start + (2 if action.kind == "B" else 1)
-        return torch.tensor([self.now], device=self.device)
-
-
-def check_bubble(schedule, name, m, device):
-    """How long a rank waits between its first action and its last, at most, beside the papers."""
-    clock = VirtualTime(schedule, None, (1,), torch.float32, device)
-    clock.run()
-    waited = torch.tensor(clock.waited, device=device)
-    dist.all_reduce(waited, op=dist.ReduceOp.MAX)
+def check_bubble(make_row, microbatches):
+    """Print how long a rank waits between its first action and its last, beside the papers."""
     p = dist.get_world_size()
+    m = microbatches or 2 * p
+    waited = longest_wait(Schedule(make_row(rank, p, m) for rank in range(p)))
     text, formula, least = {  # least: the formula holds from so many micro-batches
         "one_f_one_b": ("(p-1) (F+I+W)", 3 * (p - 1), 1),
         "zb_h1": ("(p-1) (F+I-W)", p - 1, p),
         "zb_h2": ("(p-1) (F+I-2W)", 0, 2 * p - 1),
         "zb_v": ("0", 0, 2 * p - 1),
-    }[name]
+    }[make_row.__name__]
     wrong = m >= least and waited != formula
     if dist.get_rank() == 0:
         verdict = "NOT proven: the bubble differs" if wrong else f"from {least} micro-batches"
-        print(f"in virtual time a rank waits {waited:g} units, {text} = {formula}: {verdict}")
+        print(f"a rank waits {waited} units at most, {text} = {formula}: {verdict}")
     if wrong:
         leave(1)
+
+
+def longest_wait(schedule):
+    """Of a rank, between its first action and its last. F, I and W take one unit each."""
+    left = [collections.deque(row) for row in schedule.rows]
+    now, waited, sent_at = [0] * len(left), [0] * len(left), {None: 0}  # None: no message
+    while any(left):
+        for rank, row in enumerate(left):
+            while row and schedule.incoming(row[0]) in sent_at:
+                action = row.popleft()
+                start = max(now[rank], sent_at[schedule.incoming(action)])
+                if now[rank] > 0:
+                    waited[rank] += start - now[rank]
+                now[rank] = start + (2 if action.kind == "B" else 1)
+                sent_at.setdefault(schedule.outgoing(action), now[rank])
+    return max(waited)
 
 
 if __name__ == "__main__":

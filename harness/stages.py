@@ -17,7 +17,7 @@ def split(make_model, layers, held, tied_group=None):
             if int(name) not in layers[stage]:
                 del model.blocks[name]
         if model.config.tied and last == 0:
-            model.embed.token.weight.used_twice = True  # see zero_bubble.WeightGradStore
+            model.embed.token.weight.used_twice = True  # see trainer/split_backward.py
         if model.config.tied and stage in (0, last) and not {0, last} <= set(held):
             if tied_group is None:
                 raise ValueError("without tied_group the copies of a tied matrix drift apart")

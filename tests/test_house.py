@@ -52,7 +52,7 @@ FLOORS = {
 }
 # The most lines of Python in a folder, or in folders that share a duty
 CEILINGS = {
-    "harness trainer": 5500,
+    "harness trainer": 5550,
     "receipts proof": 5400,  # 3,800 once no lesson needs a receipt
     "simulator": 2000,
     "exercises": 310,
@@ -61,7 +61,7 @@ CEILINGS = {
 }
 DEMO = "# --- demo ---"
 # Demos that a lesson runs for another one, as `ddp.py --sync server`, and parts of demos
-HANDED_OVER = {"sequence_parallel.check_tokens"}
+HANDED_OVER = {"sequence_parallel.check_tokens", "pipeline.train"}
 
 
 def files():

@@ -383,7 +383,7 @@ one seed for all samples: model:GPT.make_batch
 nothing recomputed: harness:recompute
     model.blocks.modules() if kind == "selective" else () -> ()
     sgd --tp 2 --sp --recompute selective -> nothing ->
-a tied matrix is deferred: zero_bubble:can_defer
+a tied matrix is deferred: trainer.split_backward:FullStore.can_defer
     getattr(base, "used_twice", False) -> False
 one weight never moved: harness:make_optimizer
     [p for p in parameters if p.requires_grad] -> [p for p in parameters if p.requires_grad][1:]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from reference import CONFIGS, batch, case, make_optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import harness
 import model as gpt
@@ -22,6 +23,7 @@ from receipts import pipeline as schedules
 from receipts.formulas import flops_per_token
 from receipts.pipeline import SCHEDULES, find_schedule
 from trainer.runner import forwards_of
+from trainer.split_backward import FullStore
 
 
 def shapes(name, ranks=range(1, 9), microbatches=range(1, 18)):
@@ -261,7 +263,8 @@ def hooked(rank, name, config, dtype, watch=contextlib.nullcontext, recompute="n
         yield
 
     with watch():
-        zb.SplitPipeline(schedule, forward, (1, 12, 32), dtype, "cpu", links, around=around).run()
+        options = dict(around=around, make_store=FullStore)
+        zb.SplitPipeline(schedule, forward, (1, 12, 32), dtype, "cpu", links, **options).run()
     return hooks, {n: p.grad for n, p in model.named()}
 
 
@@ -398,6 +401,27 @@ def test_deferred_gradients_come_last_layer_first():
     assert order == []
     store.accumulate()
     assert order == [3, 2, 1, 0]
+
+
+def test_a_store_in_which_a_layer_runs_again():
+    """zero_bubble.py's ends in torch's error, also where a weight is square like its transpose."""
+    torch.manual_seed(0)
+    layer, x = torch.nn.Linear(4, 4, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
+    layer(x).square().sum().backward()
+    expected = layer.weight.grad.clone()
+
+    def split(store):
+        layer.zero_grad()
+        with store:
+            y = checkpoint(layer, x.requires_grad_(), use_reentrant=False)
+        with store:
+            y.square().sum().backward()
+        store.accumulate()
+
+    with pytest.raises(CheckpointError):
+        split(zb.WeightGradStore())
+    split(FullStore())
+    torch.testing.assert_close(layer.weight.grad, expected)
 
 
 def test_equals_pytorchs_pipelining(ranks):

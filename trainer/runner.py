@@ -17,6 +17,7 @@ from harness import documents
 from model import IGNORE
 from trainer import layout
 from trainer.faults import first_nonfinite, skip_where
+from trainer.split_backward import FullStore
 
 
 class Runner:
@@ -90,10 +91,10 @@ class Runner:
         tokens_held = len(held[0]) // args.tp if args.sp else len(held[0])  # in a message
         shape, dtype = (rows, tokens_held, run.config.width), harness.DTYPES[args.param_dtype]
         links = self.groups["down"] + self.groups["up"]
-        make = zero_bubble.SplitPipeline
+        make, options = zero_bubble.SplitPipeline, dict(around=self.around, make_store=FullStore)
         if isinstance(schedule, dualpipe.PairedSchedule):
             make = functools.partial(dualpipe.DualPipeV, turns=self.model.turns)
-        return make(schedule, forward, shape, dtype, run.device, links, around=self.around).run()
+        return make(schedule, forward, shape, dtype, run.device, links, **options).run()
 
     def positions_of(self, length, starts=None):
         """The positions (T/cp,) that this rank holds of a sequence, padding at the end. starts: of
