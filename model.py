@@ -50,7 +50,7 @@ class Config:
     positions: Literal["learned", "rope"] = "learned"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     mlp: Literal["gelu", "swiglu"] = "gelu"
-    bias: Literal[True, False, "qkv"] = True  # of linear layers. qkv: of q, k and v only (Qwen2)
+    bias: bool = True  # of linear layers
     tied: bool = True  # one matrix is both the token embedding and the output projection
     # No effect unless forward gets sample_ids. On the embedding, and on what attention and MLP add
     dropout: float = 0.0
@@ -193,11 +193,11 @@ class Attention(nn.Module):
         self.rotary = config.positions == "rope"
         self.enter = nn.Identity()
         rows = (config.heads + 2 * config.kv_heads) * config.head_dim
-        self.qkv = nn.Linear(config.width, rows, bias=config.bias is not False)
+        self.qkv = nn.Linear(config.width, rows, config.bias)
         self.qkv.weight.matrix_rows = config.head_dim  # muon.py takes each head as a matrix
         self.q_norm, self.k_norm = nn.Identity(), nn.Identity()  # some families have norms here
         self.core = AttentionCore()
-        self.proj = nn.Linear(config.heads * config.head_dim, config.width, config.bias is True)
+        self.proj = nn.Linear(config.heads * config.head_dim, config.width, config.bias)
 
     def forward(self, x, batch=Batch()):
         return self.attend(self.qkv(self.enter(x)), batch)
@@ -241,9 +241,9 @@ class MLP(nn.Module):
         self.enter = nn.Identity()
         self.gate = None
         if config.mlp == "swiglu":
-            self.gate = nn.Linear(config.width, config.hidden, bias=config.bias is True)
-        self.up = nn.Linear(config.width, config.hidden, bias=config.bias is True)
-        self.down = nn.Linear(config.hidden, config.width, bias=config.bias is True)
+            self.gate = nn.Linear(config.width, config.hidden, config.bias)
+        self.up = nn.Linear(config.width, config.hidden, config.bias)
+        self.down = nn.Linear(config.hidden, config.width, config.bias)
 
     def forward(self, x, batch=None):  # batch: a mixture in its place needs it
         x = self.enter(x)

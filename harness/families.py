@@ -19,6 +19,7 @@ from model import GPT, MLP, Batch, Block, Config, initial_distribution
 class FamilyConfig(Config):
     """model.py's Config with further fields. By default the model is model.py's GPT."""
 
+    bias: Literal[True, False, "qkv"] = True  # qkv: of q, k and v only (Qwen2)
     # A norm of q and of k: of each head by itself (Qwen3), or of all heads together (OLMo 2)
     qk_norm: Literal["none", "each", "all"] = "none"
     norm_after: bool = False  # of what attention and MLP add to x, not of what they see (OLMo 2)
@@ -36,7 +37,8 @@ class FamilyConfig(Config):
 
 def build(config):
     """The GPT of a FamilyConfig. On the meta device it has shapes only, as every module there."""
-    plain = Config(**{field.name: getattr(config, field.name) for field in fields(Config)})
+    plain = {field.name: getattr(config, field.name) for field in fields(Config)}
+    plain = Config(**plain | dict(bias=config.bias is True))
     model = GPT(plain)
     model.config = config
     if config.rope_scaling is not None:
@@ -49,6 +51,9 @@ def build(config):
         block = model.blocks[str(layer)]
         if config.no_rope_every and (layer + 1) % config.no_rope_every == 0:
             block.attn.rotary = False
+        if config.bias == "qkv":
+            qkv = block.attn.qkv
+            qkv.bias = nn.Parameter(torch.empty(qkv.out_features))
         if config.qk_norm != "none":
             assert config.query_scale == 1, "norms of heads are known without a query_scale"
             block.attn.q_norm = HeadNorm(config, config.heads)
