@@ -164,46 +164,19 @@ def reduce_partial(parameters):
             p.grad.copy_(total.view_as(p))
 
 
-# --- for CPUs. gloo's reduce-scatter sends twice the bytes, as many as an all-reduce. So on gloo an
-#     all-to-all sends every rank its tokens' partial sums, and it adds the t pieces itself
-
-
-def exchange_tokens(x, group):
-    """As reduce_scatter_tokens: (B, T, C) -> (B, T/t, C)."""
-    shards = shards_of_tokens(x, group)
-    received = torch.empty_like(shards)
-    dist.all_to_all_single(received, shards, group=group)
-    return received.sum(0)
-
-
-class GatherTokensOnGloo(GatherTokens):
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        return exchange_tokens(grad, ctx.group), None
-
-
-class ReduceScatterTokensOnGloo(ReduceScatterTokens):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return exchange_tokens(x, group)
-
-
 # --- for model.py's GPT ---
 
 
-def parallelize_sequence(model, group, whole_experts=False):
+def parallelize_sequence(
+    model, group, whole_experts=False, enter=GatherTokens, leave=ReduceScatterTokens
+):
     """As parallelize_tensors. Give every rank the whole tokens, targets, positions and sample_ids.
     After the last backward pass call reduce_partial. A pipeline stage without an embedding takes
     x (B, T/t, C) of the stage before, and needs positions (T,).
 
     whole_experts: leave the experts as they are. Each rank sends its own tokens to them. So cut
     them with expert_parallel.py over all tensor-parallel ranks, before or after this."""
-    messages = GatherTokens, ReduceScatterTokens
-    if dist.get_backend(group) == "gloo":
-        messages = GatherTokensOnGloo, ReduceScatterTokensOnGloo
-    parallelize_tensors(model, group, whole_experts, *messages)
+    parallelize_tensors(model, group, whole_experts, enter, leave)
     if model.embed is not None:
         model.embed.drop = DropoutOfOwnTokens(model.embed.drop, group)
         if model.embed.position is not None:

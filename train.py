@@ -74,6 +74,7 @@ from trainer.head_norms import cut_head_norms
 from trainer.large_vocabulary import lean_head
 from trainer.layout import cp_shape, open_groups, prepare, schedule_of
 from trainer.runner import Runner
+from trainer.tokens_on_gloo import tokens_messages
 
 
 def train(run, schedule=None):
@@ -213,7 +214,8 @@ def build(run, schedule, groups):
         if args.tp > 1:
             cut_head_norms(part, tp, args.sp)
         if args.sp:
-            sequence_parallel.parallelize_sequence(part, tp, args.fold_experts)
+            messages = tokens_messages(tp)
+            sequence_parallel.parallelize_sequence(part, tp, args.fold_experts, *messages)
         elif args.tp > 1:
             tensor_parallel.parallelize_tensors(part, tp)
         if args.tp > 1:

@@ -64,6 +64,7 @@ from proof.tolerance import FLOOR, TOLERANCE
 from receipts.context_parallel import LENGTHS
 from receipts.pipeline import find_schedule, stage_layers
 from trainer.document_core import attend_by_document
+from trainer.tokens_on_gloo import tokens_messages
 
 MICROBATCHES, STEPS = 8, 3  # of a step, of a turn
 # The preset on each device, with a vocabulary that divides by the ranks, and keys of its own for
@@ -223,12 +224,21 @@ def their_fsdp(reshard, job):
 
 
 def our_tensor(parallelize, job):
-    model = job.model(lambda whole: tensor_overlap.overlap(parallelize(whole, job.group)))
+    def cut(whole):
+        part = parallelize(whole, job.group)
+        return tensor_overlap.overlap(part, reduce_scatter=harness.reduce_scatter)
+
+    model = job.model(cut)
     parameters = list(model.parameters())
     optimizer, inputs = job.optimizer(parameters), (job.tokens, None, job.targets, job.count)
     complete = partial(sequence_parallel.reduce_partial, parameters)  # without --sp nothing
     work = optimizer.zero_grad, model, inputs, complete, optimizer.step
     return Side(stepper(*work), model.named, job.world)
+
+
+def our_sequence(whole, group):
+    messages = tokens_messages(group)
+    return sequence_parallel.parallelize_sequence(whole, group, False, *messages)
 
 
 def their_tensor(sequence, job):
@@ -458,7 +468,7 @@ PAIRS = {
 }
 for name, theirs, parallelize in (
     ("tensor", "DTensor", tensor_parallel.parallelize_tensors),
-    ("sequence", "DTensor, sequence parallel", sequence_parallel.parallelize_sequence),
+    ("sequence", "DTensor, sequence parallel", our_sequence),
 ):
     both = partial(our_tensor, parallelize), partial(their_tensor, name == "sequence")
     PAIRS[name] = Pair(theirs, *both, LLAMA)

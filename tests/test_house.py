@@ -52,12 +52,12 @@ FLOORS = {
 }
 # The most lines of Python in a folder, or in folders that share a duty
 CEILINGS = {
-    "harness trainer": 5550,
+    "harness trainer": 5600,
     "receipts proof": 5400,  # 3,800 once no lesson needs a receipt
     "simulator": 2000,
     "exercises": 310,
     "tests": 14350,
-    "benchmarks": 2515,
+    "benchmarks": 2525,
 }
 DEMO = "# --- demo ---"
 # Demos that a lesson runs for another one, as `ddp.py --sync server`, and parts of demos

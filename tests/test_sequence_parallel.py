@@ -14,6 +14,7 @@ from proof.ledger import storage_bytes
 from receipts import sequence_parallel as by_paper
 from receipts import tensor_parallel
 from receipts.formulas import Group, Sizes, all_sent, block_bytes
+from trainer.tokens_on_gloo import exchange_tokens
 
 
 def saved_bytes(model, block, *args, **kwargs):
@@ -95,7 +96,7 @@ def test_reduce_scatters(ranks, monkeypatch):
         harness.reduce_scatter(own, shards.flatten(0, 1), group).wait()
         return own
 
-    for found, expected in ranks(4, work, x.bfloat16(), sp.exchange_tokens, start):
+    for found, expected in ranks(4, work, x.bfloat16(), exchange_tokens, start):
         assert all(torch.equal(ours, expected) for ours in found)
     monkeypatch.setattr(dist, "get_backend", lambda group: "another")
     for found, expected in ranks(4, work, x, sp.reduce_scatter_tokens, start):
