@@ -172,12 +172,8 @@ def main():
     args = parser.parse_args()
     device = join_ranks()
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    forms = [synchronous, asynchronous]
-    if ranks == 1 or dist.get_backend() != "gloo":
-        forms = [synchronous]
-        if rank == 0:
-            print("asynchronous: needs gloo and at least two ranks, skipped\n")
-    for train in forms:
+    asynchronous_too = ranks > 1 and dist.get_backend() == "gloo"
+    for train in [synchronous, asynchronous] if asynchronous_too else [synchronous]:
         if rank == 0:
             print(f"{train.__name__}, {ranks} ranks")
         torch.manual_seed(0)
@@ -207,15 +203,17 @@ def synchronous(model, take_step, args, device):
         loss = part.detach()
         dist.all_reduce(loss)
         alone = one.train_step(tokens, targets, count, 0.5)
-        compare(one, step, loss, alone, model)
+        gradients = [p.grad for p in parameters] if rank == 0 else []
+        compare(one, step, loss, alone, gradients, [p.data for p in parameters])
     size = sum(p.nbytes for p in parameters)
     one.prove(sent, "the server's (N-1) P e", (ranks - 1) * size if rank == 0 else size)
 
 
-def compare(one, step, loss, alone, model):
-    pairs = list(zip(model.named_parameters(), one.model.parameters()))
-    gradients = [(name, p.grad, q.grad) for (name, p), q in pairs if dist.get_rank() == 0]
-    one.compare(step, loss, alone, gradients, [(name, p.data, q.data) for (name, p), q in pairs])
+def compare(one, step, loss, alone, gradients, weights):
+    whole = list(one.model.named_parameters())
+    gradients = [(name, gradient, q.grad) for (name, q), gradient in zip(whole, gradients)]
+    weights = [(name, weight, q.data) for (name, q), weight in zip(whole, weights)]
+    one.compare(step, loss, alone, gradients, weights)
 
 
 def asynchronous(model, take_step, args, device):
@@ -223,7 +221,11 @@ def asynchronous(model, take_step, args, device):
     group, parameters = dist.group.WORLD, list(model.parameters())
     rank, workers = dist.get_rank(), dist.get_world_size() - 1
     batches = [text_batch(i, 3, 32, device) for i in range(args.steps * workers)]
-    losses = []  # of this worker
+    losses, taken = [], []  # of this worker; of the server: gradients and weights of each step
+
+    def take_and_record():
+        take_step()
+        taken.append([[t.clone() for t in (p.grad, p.detach())] for p in parameters])
 
     def backward(batch):
         tokens, targets, count = batch
@@ -233,7 +235,7 @@ def asynchronous(model, take_step, args, device):
 
     with Sent() as sent:
         if rank == 0:
-            result = serve(parameters, len(batches), args.staleness, take_step, group)
+            result = serve(parameters, len(batches), args.staleness, take_and_record, group)
         else:
             work(parameters, batches, backward, group)
             result = losses
@@ -255,7 +257,10 @@ def asynchronous(model, take_step, args, device):
         torch.nn.utils.clip_grad_norm_(one.model.parameters(), 0.5)
         load(one.model, old_weights[step])
         one.optimizer.step()
-    compare(one, step, loss, part.detach(), model)
+        gradients, weights = zip(*taken[step]) if rank == 0 else ([], [])
+        if step == len(history) - 1:
+            weights = [p.data for p in parameters]  # which all have pulled
+        compare(one, step, loss, part.detach(), gradients, weights)
     size = sum(p.nbytes for p in parameters)
     sent_by_all = [(len(history) + workers) * size, *(len(own) * size for own in losses)]
     one.prove(sent, "P e a gradient, and the last weights", sent_by_all[rank])
