@@ -329,6 +329,20 @@ class Wait(torch.autograd.Function):
 # --- for model.py's GPT ---
 
 
+class PlainDispatch(nn.Module):
+    """plain_dispatch for mixture.py, which calls send(), then combine()."""
+
+    def __init__(self, expert_count, group, all_to_all=None):
+        super().__init__()
+        self.options = expert_count, group, all_to_all
+
+    def send(self, x, router_weights, chosen):
+        return x, router_weights, chosen
+
+    def combine(self, sent, experts):
+        return plain_dispatch(*sent, experts, *self.options)
+
+
 def parallelize_experts(model, group, data_group=None, dispatch=ExpertDispatch, **options):
     """Give each rank of the group some experts of a GPT, in place, with weights or on the meta
     device. Call it before you make the optimizer; with tensor parallelism after
@@ -363,21 +377,6 @@ def main():
         f"in {args.chunks} chunks, with a shared MLP", uneven, 1, args, device, chunks=args.chunks
     )
     leave()
-
-
-class PlainDispatch(nn.Module):
-    """mixture.py calls send(), then combine()."""
-
-    def __init__(self, expert_count, group):
-        super().__init__()
-        self.expert_count, self.group = expert_count, group
-
-    def send(self, x, router_weights, chosen):
-        return x, router_weights, chosen
-
-    def combine(self, sent, experts):
-        x, router_weights, chosen = sent
-        return plain_dispatch(x, router_weights, chosen, experts, self.expert_count, self.group)
 
 
 def train(name, expert_count, shared, args, device, **options):

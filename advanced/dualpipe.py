@@ -7,24 +7,20 @@ another's forward at the same time, a pair. A ~ is such a wait:
     backward    ~~~~~~~~~ experts   ~~~~~~~~~ attention ~~~~~~~~~ experts   ~~~~~~~~~ attention
     forward     attention ~~~~~~~~~ experts   ~~~~~~~~~ attention ~~~~~~~~~ experts   ~~~~~~~~~
 
-The schedule of 2 ranks and 4 micro-batches. Pairs are in brackets. A quote marks the rank's far
-stage, the one nearer the loss:
+The schedule of 2 ranks and 4 micro-batches, DualPipeV: DeepSeek's DualPipe, folded so that each
+stage is on one rank. A rank has a near stage and a far one, with a quote, which is nearer the loss.
+Pairs are in brackets, a forward of one with a backward of the other:
 
     rank 0   F0 F1 F2 F0' I0' W0' F1' (F3 B1') (F2' B0) B2' (F3' B1) B3' I2 W2 I3 W3
     rank 1   F0 F0' F1 F1' (F2 B0') (F2' B0) (F3 B1') (F3' B1) B2' B2 I3' I3 W3' W3
-
-This is DualPipeV: DeepSeek's DualPipe, folded so that each stage is on one rank. A rank has an
-early and a late stage: a forward of one pairs with a backward of the other.
 
 Order     A pair is two threads, of which one runs at a time. Before a thread waits for a message
           it calls turn(), and the other runs. So all ranks send in the same order. On a GPU both
           queue kernels on one stream, and nccl's messages run beside it.
 Sent      As without overlap: zb-v's messages, and expert_parallel.py's rows.
-Hidden    Without a pipeline the backward of each micro-batch is beside the forward of the next: of
-          m micro-batches 1 - 1/m of the waits are in pairs. In a pipeline of p ranks the first
-          forwards and the last backwards have no partner: 1 - (5p - 1) / 4m, on average over ranks.
-          A wait in a pair is hidden if the partner has enough work, but that for an exchange of
-          counts before each dispatch never is.
+Hidden    Waits in pairs, where the partner has enough work; never that for an exchange of counts.
+          Without a pipeline 1 - 1/m of m micro-batches' waits are in pairs; in one of p ranks on
+          average 1 - (5p - 1) / 4m, as the first forwards and last backwards have no partner.
 Limits    Without experts nothing is hidden: take zb-v. A pair needs the temporary memory of both.
 
     torchrun --nproc_per_node=4 -m advanced.dualpipe
@@ -275,9 +271,9 @@ def set_random_state(state):
 
 if __name__ == "__main__":  # importing this file needs no model.py
     from expert_parallel import (
+        PlainDispatch,
         groups_splitting,
         parallelize_experts,
-        plain_dispatch,
         sum_replicated_gradients,
     )
     from model import GPT, Config, OneProcess, Sent, join_ranks, leave, text_batch
@@ -299,23 +295,6 @@ def main():
     leave()
 
 
-class HiddenDispatch(torch.nn.Module):
-    """plain_dispatch, with all-to-alls that are hidden."""
-
-    def __init__(self, *options, turns):
-        super().__init__()
-        self.options, self.turns = options, turns
-
-    def send(self, *sent):
-        return sent
-
-    def combine(self, sent, experts):
-        def all_to_all(*rows):
-            return HiddenAllToAll.apply(*rows, self.turns)
-
-        return plain_dispatch(*sent, experts, *self.options, all_to_all)
-
-
 def train(form, p, ep, m, steps, device):
     """p pipeline ranks with two stages each, and ep ranks that share the experts of a stage."""
     mesh, rank, turns = torch.arange(p * ep).view(p, ep), dist.get_rank(), Turns()
@@ -332,14 +311,16 @@ def train(form, p, ep, m, steps, device):
         block.mlp.router.register_forward_hook(
             lambda router, inputs, output: chosen.append(output[1])
         )
-    if form == "plain form":
-        stages = {0: model}
-    else:
+
+    def all_to_all(*rows):
+        return HiddenAllToAll.apply(*rows, turns)
+
+    stages, options = {0: model}, dict(dispatch=PlainDispatch, all_to_all=all_to_all)
+    if form != "plain form":
         stages = gpt_stages(model, 2 * p, schedule.stages(dist.get_rank(pp_group)))
+        options = dict(before_wait=turns.turn)
     for stage in stages.values():
-        parallelize_experts(stage, ep_group, before_wait=turns.turn)
-        for block in stage.blocks.values() if form == "plain form" else ():
-            block.mlp.dispatch = HiddenDispatch(2 * ep, ep_group, turns=turns)
+        parallelize_experts(stage, ep_group, **options)
     named = {name: p for stage in stages.values() for name, p in stage.named()}
     optimizer = torch.optim.AdamW(named.values())
     like = torch.zeros(2, 32, 32, dtype=torch.float64, device=device)  # (b, T, C)
