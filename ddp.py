@@ -247,10 +247,7 @@ def train(way, args, device):
         optimizer.step()
         dist.all_reduce(loss)  # a rank has its part of the loss, as of the gradients
         alone = one.train_step(tokens, targets, count_in_batch, 0.5)
-        pairs = list(zip(model.named_parameters(), one.model.parameters()))
-        gradients = [(name, p.grad, q.grad) for (name, p), q in pairs]
-        weights = [(name, p.data, q.data) for (name, p), q in pairs]
-        one.compare(step, loss, alone, gradients, weights)
+        one.compare(step, loss, alone, model.named_parameters())
     size = sum(p.nbytes for p in model.parameters())
     one.prove(sent, "2 r P e", 2 * (ranks - 1) / ranks * size)
 

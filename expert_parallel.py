@@ -414,12 +414,7 @@ def train(name, expert_count, shared, args, device, **options):
         chosen.clear()
         alone = one.train_step(tokens, targets, count, 0.5)
         rebalance(one.model)
-        gradients, weights = [], []
-        for (name, p), q in zip(model.named_parameters(), one.model.parameters()):
-            _, start, size = p.placement["cuts"][0] if groups_splitting(p) else (group, 0, len(q))
-            gradients.append((name, p.grad, q.grad.narrow(0, start, size)))
-            weights.append((name, p.data, q.data.narrow(0, start, size)))
-        one.compare(step, loss, alone, gradients, weights)
+        one.compare(step, loss, alone, model.named_parameters())
     size = sum(p.nbytes for p in model.parameters() if not groups_splitting(p))
     chunks = options.get("chunks", 1)
     one.prove(sent, *formula(torch.stack(chosen), sequences, expert_count, chunks, size))

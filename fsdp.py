@@ -365,21 +365,16 @@ def train(form, args, device):
             sharded.step()
         dist.all_reduce(loss)  # a rank has its part of the loss, as of the gradients
         alone = one.train_step(tokens, targets, count, 0.5)
-        if form == "plain":
-            whole = gather_units(units)
-        else:
-            whole = [(p.data, p.grad) for _, p in sharded.gather_full(model.named_parameters())]
-        pairs = list(zip(one.model.named_parameters(), whole))
-        gradients = [(name, gradient, q.grad) for (name, q), (_, gradient) in pairs]
-        weights = [(name, weight, q.data) for (name, q), (weight, _) in pairs]
-        one.compare(step, loss, alone, gradients, weights)
+        named = list(model.named_parameters())
+        full = gather_units(units, named) if form == "plain" else sharded.gather_full(named)
+        one.compare(step, loss, alone, full)
     r = (ranks - 1) / ranks
     one.prove(sent, f"{text}, and the norm", r * times_r + 2 * r * 8)
 
 
-def gather_units(units):
-    """(weight, gradient) pairs in the order of PlainFSDP's units, unsplit."""
-    pairs = []
+def gather_units(units, named):
+    """(name, unsplit copy, with its whole gradient) of each parameter of PlainFSDP's units."""
+    names, copies = {p: name for name, p in named}, []
     for unit in units:
         weights, gradients = torch.empty_like(unit.weights), torch.empty_like(unit.weights)
         all_gather_into_tensor(weights, unit.shard.detach(), group=unit.group)
@@ -387,8 +382,10 @@ def gather_units(units):
         end = 0
         for p in unit.parameters:
             start, end = end, end + p.numel()
-            pairs.append((weights[start:end].view_as(p), gradients[start:end].view_as(p)))
-    return pairs
+            copy = weights[start:end].view_as(p)
+            copy.grad = gradients[start:end].view_as(p)
+            copies.append((names[p], copy))
+    return copies
 
 
 if __name__ == "__main__":

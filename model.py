@@ -504,12 +504,24 @@ class OneProcess:
         self.optimizer.step()
         return loss.detach()
 
-    def compare(self, step, loss, loss_alone, gradients, weights):
+    def compare(self, step, loss, loss_alone, named):
         """Print the losses, and by how much gradients and weights differ on any rank, relative to
-        the largest element of each tensor. gradients and weights: (name, what this rank has, the
-        same part on one process) of each."""
-        largest, losses = {}, [("", loss, loss_alone)]
-        for kind, tensors in ("gradient", gradients), ("weight", weights), ("loss", losses):
+        the largest element of each tensor. named: (name, parameter) of what this rank has. It may
+        be a shard, with p.placement["cuts"] = {dimension: (group, start, length)}, and then
+        padding. A gradient that is None is another rank's."""
+        found = {"gradient": [], "weight": [], "loss": [("", loss, loss_alone)]}
+        of_one_process = dict(self.model.named_parameters())
+        for name, p in named:
+            whole = of_one_process[name]
+            pairs = {"gradient": (p.grad, whole.grad), "weight": (p.data, whole.data)}
+            for kind, (ours, alone) in pairs.items():
+                if ours is None:
+                    continue
+                for dim, (_, start, length) in getattr(p, "placement", {}).get("cuts", {}).items():
+                    ours, alone = ours.narrow(dim, 0, length), alone.narrow(dim, start, length)
+                found[kind].append((name, ours, alone))
+        largest = {}
+        for kind, tensors in found.items():
             worst = 0.0, ""
             for name, ours, alone in tensors:
                 if alone.numel() > 0:

@@ -48,7 +48,6 @@ from tensor_parallel import (
     grad_norm,
     parallelize_tensors,
     placement_of,
-    unshard,
 )
 
 # --- the plainest form: two messages in the place of Enter and Leave
@@ -252,8 +251,8 @@ def train(form, split, config, args, device):
     model = GPT(config).to(device, torch.float64)
     one = OneProcess(model, torch.optim.AdamW)
     split(model, group)
-    named = list(zip(model.named_parameters(), one.model.parameters()))
     parameters = list(model.parameters())
+    names = [name for name, _ in one.model.named_parameters()]  # the plain form has others
     whole = [p for p in parameters if not placement_of(p)["cuts"]]
     optimizer = torch.optim.AdamW(parameters)  # after the split, which makes new parameters
     if dist.get_rank() == 0:
@@ -285,9 +284,7 @@ def train(form, split, config, args, device):
         norm = grad_norm(parameters, group)
         torch.nn.utils.clip_grads_with_norm_(parameters, 0.5, norm)
         optimizer.step()
-        gradients = [(name, unshard(p.grad, q.shape, group), q.grad) for (name, p), q in named]
-        weights = [(name, unshard(p.data, q.shape, group), q.data) for (name, p), q in named]
-        one.compare(step, loss, alone, gradients, weights)
+        one.compare(step, loss, alone, zip(names, parameters))
     L, C, r = config.layers, config.width, (t - 1) / t
     text, numbers = "(8 L + 4) C + 6", (8 * L + 4) * C + 6
     if plain:  # in the blocks alone

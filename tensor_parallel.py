@@ -426,6 +426,7 @@ def train(form, split, config, steps, device):
     one = OneProcess(model, torch.optim.AdamW)
     split(model, group)
     parameters = list(model.parameters())
+    names = [name for name, _ in one.model.named_parameters()]  # the plain form has others
     optimizer = torch.optim.AdamW(parameters)  # after the split, which makes new parameters
     if dist.get_rank() == 0:
         print(f"{form}, {t} ranks")
@@ -442,11 +443,7 @@ def train(form, split, config, steps, device):
         torch.nn.utils.clip_grads_with_norm_(parameters, 0.5, norm)
         optimizer.step()
         alone = one.train_step(tokens, targets, count, 0.5)
-        gradients, weights = [], []
-        for (name, p), q in zip(model.named_parameters(), one.model.parameters()):
-            gradients.append((name, unshard(p.grad, q.shape, group), q.grad))
-            weights.append((name, unshard(p.data, q.shape, group), q.data))
-        one.compare(step, loss, alone, gradients, weights)
+        one.compare(step, loss, alone, zip(names, parameters))
     L, C, r = config.layers, config.width, (t - 1) / t
     text, numbers = "(4 L + 2) C + 3", (4 * L + 2) * C + 3  # numbers per token
     if split is split_mlps:

@@ -594,25 +594,24 @@ def train(form, stage, args, device):
             zero.step()
         dist.all_reduce(loss)  # a rank has its part of the loss, as of the gradients
         alone = one.train_step(tokens, targets, count, 0.5)
-        pairs = list(zip(one.model.named_parameters(), whole_tensors(zero, model)))
-        gradients = [(name, gradient, q.grad) for (name, q), (_, gradient) in pairs]
-        weights = [(name, weight, q.data) for (name, q), (weight, _) in pairs]
-        one.compare(step, loss, alone, gradients, weights)
+        one.compare(step, loss, alone, gather_full(zero, model))
     r = (ranks - 1) / ranks
     text, times = ("(1+m) r P e", 1 + m) if stage == 2 else ("2 r P e", 2)
     norm_bytes = 2 * r * 8 if stage > 0 else 0  # in stage 0 each rank has the whole gradient
     one.prove(sent, f"{text}, and the norm", times * r * size + norm_bytes)
 
 
-def whole_tensors(zero, model):
-    """(weight, gradient) pairs in the order of the parameters, unsplit."""
+def gather_full(zero, model):
+    """(name, unsplit copy, with its whole gradient) of each parameter."""
     if isinstance(zero, ZeRO):
-        return [(p.data, p.grad) for _, p in zero.gather_full(model.named_parameters())]
+        return zero.gather_full(model.named_parameters())
     gradients = torch.empty_like(zero.weights)
     all_gather_into_tensor(gradients, zero.shard.grad, group=zero.group)
-    sizes = [p.numel() for p in zero.parameters]
-    pieces = gradients[: sum(sizes)].split(sizes)
-    return [(p.data, piece.view_as(p)) for p, piece in zip(zero.parameters, pieces)]
+    copies = [(name, p.detach().clone()) for name, p in model.named_parameters()]
+    sizes = [copy.numel() for _, copy in copies]
+    for (_, copy), gradient in zip(copies, gradients[: sum(sizes)].split(sizes)):
+        copy.grad = gradient.view_as(copy)
+    return copies
 
 
 if __name__ == "__main__":

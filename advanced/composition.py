@@ -442,22 +442,10 @@ def train(name, args, device):
         if pp or name == "FSDP x context":  # a rank has its part of the row's loss, too
             dist.all_reduce(loss, group=row)
         alone = one.train_step(*batch, 0.5)
-        whole = dict(one.model.named_parameters())
-        gradients, weights = [], []
         full = named.values() if isinstance(sums, DDP) else sums.gather_full(named.values())
-        for name_of, p in full:
-            gradients.append((name_of, *same_part(p.grad, whole[name_of].grad, p)))
-            weights.append((name_of, *same_part(p.data, whole[name_of].data, p)))
-        one.compare(step, loss, alone, gradients, weights)
+        one.compare(step, loss, alone, full)
     norm_bytes = sum(2 * r(group) * 8 for group in [*grid, *([pp] if pp else [])])
     one.prove(sent, "the formulas", formula(len(tokens)) + norm_bytes)
-
-
-def same_part(shard, whole, p):
-    """What both have of p, of which this rank has a shard, maybe with padding."""
-    for dim, (_, start, length) in placed(p, "cuts", {}).items():
-        shard, whole = shard.narrow(dim, 0, length), whole.narrow(dim, start, length)
-    return shard, whole
 
 
 if __name__ == "__main__":

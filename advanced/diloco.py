@@ -248,10 +248,7 @@ def train(form, parts, delay, args, device):
             losses.append(one.train_step(tokens[of_island], targets[of_island], count, 0.5))
         for p in played:
             p.after_step(step, last)
-        pairs = list(zip(model.named_parameters(), ones[island].model.parameters()))
-        gradients = [(name, p.grad, q.grad) for (name, p), q in pairs]
-        weights = [(name, p.data, q.data) for (name, p), q in pairs]
-        ones[island].compare(step - 1, loss.detach(), losses[island], gradients, weights)
+        ones[island].compare(step - 1, loss.detach(), losses[island], model.named_parameters())
     size = sum(p.sends * p.old.nbytes for p in played)
     ones[island].prove(sent, "2 r P e, every H steps", 2 * (n - 1) / n * size)
 

@@ -351,13 +351,7 @@ def train(form, p, ep, m, steps, device):
         optimizer.step()
         chosen.clear()
         alone = one.train_step(tokens, targets, count, 0.5)
-        whole, gradients, weights = dict(one.model.named_parameters()), [], []
-        for name, mine in named.items():
-            q, size = whole[name], len(mine)
-            start = rank % ep * size if groups_splitting(mine) else 0
-            gradients.append((name, mine.grad, q.grad.narrow(0, start, size)))
-            weights.append((name, mine.data, q.data.narrow(0, start, size)))
-        one.compare(step, loss, alone, gradients, weights)
+        one.compare(step, loss, alone, named.items())
     layers = [int(name.split(".")[1]) for name in named if name.endswith("router.weight")]
     ranks_of_rows = torch.stack(chosen)[layers] // 2  # (layers, B, T, k): 2 experts on each rank
     to_here = ranks_of_rows == rank % ep

@@ -486,12 +486,8 @@ def train(form, args, device):
         alone = one.train_step(tokens, targets, count, max_norm)
         if not plain:
             optimizer.gather_full()
-        gradients, weights = [], []
-        for (name, p), q in zip(model.named_parameters(), one.model.parameters()):
-            weights.append((name, p.data, q.data))
-            if p.grad is not None:  # in the plain form a matrix's gradient is on its owner
-                gradients.append((name, p.grad, q.grad))
-        one.compare(step, loss, alone, gradients, weights)
+        # In the plain form a matrix's gradient is on its owner, and None elsewhere
+        one.compare(step, loss, alone, model.named_parameters())
     r, size = (ranks - 1) / ranks, sum(p.nbytes for p in model.parameters())
     one.prove(sent, "2 r P e, and the norm", 2 * r * size + (0 if plain else 2 * r * 8))
 

@@ -360,10 +360,7 @@ def train(core, kv_heads, context, steps, device):
         alone = one.train_step(tokens, targets, count, 0.5)
         if step == 0 and rank == 0:
             print(f"{type(core).__name__}, even: {core.even}, {n} ranks, {context} tokens")
-        pairs = list(zip(model.named_parameters(), one.model.parameters()))
-        gradients = [(name, p.grad, q.grad) for (name, p), q in pairs]
-        weights = [(name, p.data, q.data) for (name, p), q in pairs]
-        one.compare(step, loss, alone, gradients, weights)
+        one.compare(step, loss, alone, model.named_parameters())
     text, of_layer = keys_sent(core, starts, kv_heads)
     gradients = 2 * (n - 1) / n * sum(p.nbytes for p in model.parameters())
     one.prove(sent, f"L {text} + 2 r P e", 2 * of_layer + gradients)

@@ -203,17 +203,11 @@ def synchronous(model, take_step, args, device):
         loss = part.detach()
         dist.all_reduce(loss)
         alone = one.train_step(tokens, targets, count, 0.5)
-        gradients = [p.grad for p in parameters] if rank == 0 else []
-        compare(one, step, loss, alone, gradients, [p.data for p in parameters])
+        if rank > 0:
+            model.zero_grad()  # the server has the sum
+        one.compare(step, loss, alone, model.named_parameters())
     size = sum(p.nbytes for p in parameters)
     one.prove(sent, "the server's (N-1) P e", (ranks - 1) * size if rank == 0 else size)
-
-
-def compare(one, step, loss, alone, gradients, weights):
-    whole = list(one.model.named_parameters())
-    gradients = [(name, gradient, q.grad) for (name, q), gradient in zip(whole, gradients)]
-    weights = [(name, weight, q.data) for (name, q), weight in zip(whole, weights)]
-    one.compare(step, loss, alone, gradients, weights)
 
 
 def asynchronous(model, take_step, args, device):
@@ -221,11 +215,13 @@ def asynchronous(model, take_step, args, device):
     group, parameters = dist.group.WORLD, list(model.parameters())
     rank, workers = dist.get_rank(), dist.get_world_size() - 1
     batches = [text_batch(i, 3, 32, device) for i in range(args.steps * workers)]
-    losses, taken = [], []  # of this worker; of the server: gradients and weights of each step
+    losses, taken = [], []  # of this worker; of the server: (name, weight with .grad) of each step
 
     def take_and_record():
         take_step()
-        taken.append([[t.clone() for t in (p.grad, p.detach())] for p in parameters])
+        taken.append([(name, p.detach().clone()) for name, p in model.named_parameters()])
+        for (_, copy), p in zip(taken[-1], parameters):
+            copy.grad = p.grad.clone()
 
     def backward(batch):
         tokens, targets, count = batch
@@ -257,10 +253,11 @@ def asynchronous(model, take_step, args, device):
         torch.nn.utils.clip_grad_norm_(one.model.parameters(), 0.5)
         load(one.model, old_weights[step])
         one.optimizer.step()
-        gradients, weights = zip(*taken[step]) if rank == 0 else ([], [])
-        if step == len(history) - 1:
-            weights = [p.data for p in parameters]  # which all have pulled
-        compare(one, step, loss, part.detach(), gradients, weights)
+        named = taken[step] if rank == 0 else []
+        if rank > 0 and step == len(history) - 1:
+            model.zero_grad()  # of this worker alone
+            named = model.named_parameters()  # which all have pulled
+        one.compare(step, loss, part.detach(), named)
     size = sum(p.nbytes for p in parameters)
     sent_by_all = [(len(history) + workers) * size, *(len(own) * size for own in losses)]
     one.prove(sent, "P e a gradient, and the last weights", sent_by_all[rank])

@@ -218,7 +218,7 @@ def overlap(model, gather_again=False, reduce_scatter=None):
 if __name__ == "__main__":  # importing this file needs no model.py
     from model import GPT, Config, OneProcess, Sent, join_ranks, leave, text_batch
     from sequence_parallel import parallelize_sequence, reduce_partial
-    from tensor_parallel import grad_norm, parallelize_tensors, unshard
+    from tensor_parallel import grad_norm, parallelize_tensors, placement_of
 
 
 def main():
@@ -244,7 +244,6 @@ def train(form, config, steps, device):
     one = OneProcess(model, torch.optim.AdamW)
     (parallelize_sequence if split else parallelize_tensors)(model, group)
     overlap(model, again)
-    named = list(zip(model.named_parameters(), one.model.parameters()))
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters)
     for step in range(steps):
@@ -262,11 +261,9 @@ def train(form, config, steps, device):
         if step == 0:
             check_order(order.began, form, again)
         alone = one.train_step(tokens, targets, count, 0.5)
-        gradients = [(name, unshard(p.grad, q.shape, group), q.grad) for (name, p), q in named]
-        weights = [(name, unshard(p.data, q.shape, group), q.data) for (name, p), q in named]
-        one.compare(step, loss.detach(), alone, gradients, weights)
+        one.compare(step, loss.detach(), alone, model.named_parameters())
     r, layers, e = (t - 1) / t, config.layers, 8
-    of_whole = 2 * r * sum(q.nbytes for (_, p), q in named if p.shape == q.shape)
+    of_whole = 2 * r * sum(p.nbytes for p in parameters if not placement_of(p)["cuts"])
     text, each = "2 r B T e ((4 L + 2) C + 3)", 2 * ((4 * layers + 2) * config.width + 3)
     if split:
         text = "r B T e ((8 L + 4) C + 6) + 2 r P e"
