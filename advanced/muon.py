@@ -153,8 +153,7 @@ class Muon:
     step()       AdamW on this rank's pieces, Muon on its matrices. Each is sent once it is done.
                  Before it clip(grad_norm(), limit), if wanted
 
-    groups_of    beside another technique: advanced/composition.py, as for DDP. `update` is there,
-                 too
+    groups_of    beside another technique, as for DDP: advanced/composition.py. It also has `update`
     options      of PlainMuon: momentum, dtype and update
 
     Before Muon(...): tie, cast and freeze weights, move the model to one device, and give all ranks
@@ -173,17 +172,10 @@ class Muon:
         **options,
     ):
         # Usually 1. 2 if p is listed twice, as in ddp.py
-        grads_per_pass = Counter(parameters)
-        cut = any(hasattr(p, "placement") for p in grads_per_pass)
-        if cut and (groups_of is None or "update" not in options):
-            raise ValueError("another technique has cut the model: give groups_of and update")
-        self.in_grid, groups_of = groups_of is not None, groups_of or (lambda p: (group,))
-        self.group, matrices = group, set(matrices)
-        if not matrices:
-            raise ValueError("no matrices: an iterator used up, or a model for AdamW alone")
-        for p in matrices:
-            if p not in grads_per_pass or p.dim() not in (2, 3):
-                raise ValueError(f"{tuple(p.shape)} is no matrix of the model, nor a stack of them")
+        grads_per_pass, matrices = Counter(parameters), set(matrices)
+        check_muon_arguments(grads_per_pass, matrices, groups_of, options)
+        self.group, self.in_grid = group, groups_of is not None
+        groups_of = groups_of or (lambda p: (group,))
 
         # 1  Buckets, in the order in which backward fills them. Each matrix has its own. Vectors
         #    are small: they share one, the last
@@ -253,7 +245,7 @@ class Muon:
             self.reductions_started += 1
 
     def finish(self):
-        """All that follows calls it, too."""
+        """grad_norm(), clip(), step() and gather_full() call it, too."""
         if self.finished:
             return
         for bucket in self.buckets:
@@ -413,6 +405,20 @@ def owned_slices(size, owner, ranks):
     ranks = min(ranks, size)  # each has something
     ends = [size * rank // ranks for rank in range(ranks + 1)]
     return {rank: slice(ends[rank], ends[rank + 1]) for rank in range(ranks)}
+
+
+# --- mistakes that would be silent: refused
+
+
+def check_muon_arguments(parameters, matrices, groups_of, options):
+    cut = any(hasattr(p, "placement") for p in parameters)
+    if cut and (groups_of is None or "update" not in options):
+        raise ValueError("another technique has cut the model: give groups_of and update")
+    if not matrices:
+        raise ValueError("no matrices: an iterator used up, or a model for AdamW alone")
+    for p in matrices:
+        if p not in parameters or p.dim() not in (2, 3):
+            raise ValueError(f"{tuple(p.shape)} is no matrix of the model, nor a stack of them")
 
 
 # --- demo ---

@@ -186,6 +186,9 @@ def start_messages(sent, target, keys, source, group):
     return wait
 
 
+# --- who computes what: tokens dealt out, tiles, and the keys that these need
+
+
 def deal_tokens(length, n, starts, even=True, multiple=1):
     """(n, T'): the positions that each rank of a ring of n holds. even=False: consecutive ones.
     The rest is as in context_parallel.held_positions."""
