@@ -52,8 +52,7 @@ def build(config):
         if config.no_rope_every and (layer + 1) % config.no_rope_every == 0:
             block.attn.rotary = False
         if config.bias == "qkv":
-            qkv = block.attn.qkv
-            qkv.bias = nn.Parameter(torch.empty(qkv.out_features))
+            block.attn.qkv.bias = nn.Parameter(torch.empty(block.attn.qkv.out_features))
         if config.qk_norm != "none":
             assert config.query_scale == 1, "norms of heads are known without a query_scale"
             block.attn.q_norm = HeadNorm(config, config.heads)
