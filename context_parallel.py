@@ -23,8 +23,8 @@ Backward  A tile's gradients need no other tile, only two numbers per query. lse
           its softmax's denominator over all keys: e^(score - lse) is the final probability. And
           softmax's backward subtracts grad . out. So forward keeps lse and out.
 Limits    Worth it where one sequence's activations don't fit on a rank. A tile should take longer
-          than the next keys take to arrive (docs/learn/long-sequences.md). With many ranks,
-          exchanging heads for tokens sends less: advanced/ulysses.py.
+          than the next keys take to arrive (docs/learn/long-sequences.md). Two other ways, which
+          send less on many ranks, or for few kv-heads: advanced/ulysses.py and gather_context.py.
 
     torchrun --nproc_per_node=4 context_parallel.py    (needs model.py, to train and prove itself)
 
@@ -39,10 +39,6 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.autograd.function import once_differentiable  # a second derivative is an error
-
-# torch 2.13 renamed them; older versions know only the second name
-all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # --- the ring in its plainest form: consecutive tokens, and nothing overlaps
 
@@ -366,45 +362,6 @@ def fused_kernel(q):
     return "cpu" if q.device.type == "cpu" else None
 
 
-# --- gather: all keys and values at once (Llama 3, arXiv:2407.21783, section 3.3.2)
-
-
-class GatheredAttention(torch.autograd.Function):
-    """As RingAttention. But each rank gathers all keys and values, and keeps them for backward."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, group, tiles):
-        kv = torch.stack((k, v))
-        gathered = kv.new_empty(dist.get_world_size(group), *kv.shape)  # (N, 2, B, H_kv, T', D)
-        all_gather_into_tensor(gathered.flatten(0, 1), kv, group=group)
-        out, lse = attend_to_all(q, enumerate(gathered), tiles)
-        ctx.save_for_backward(q, gathered, out, lse)
-        ctx.group, ctx.tiles = group, tiles
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        q, gathered, out, lse = ctx.saved_tensors
-        dq = torch.zeros_like(q, dtype=lse.dtype)
-        dkv = torch.zeros_like(gathered, dtype=lse.dtype)
-        for source, kv in enumerate(gathered):
-            for tile in ctx.tiles[source]:
-                dq_tile, dk, dv = tile_gradients(grad, q, kv, out, lse, tile)
-                dq[:, :, tile.queries] += dq_tile
-                dkv[source][:, :, :, tile.keys] += torch.stack((dk, dv))
-        own = torch.empty_like(dkv[0])  # the sums, over the ranks, for this rank's keys
-        reduce_scatter_tensor(own, dkv.flatten(0, 1), group=ctx.group)
-        return dq.to(q.dtype), *own.to(q.dtype), None, None
-
-
-class Gather(Ring):
-    """In place of attention's core: attention to gathered keys and values. Used as Ring is."""
-
-    def attend(self, q, k, v, tiles):
-        return GatheredAttention.apply(q, k, v, self.group, tiles)
-
-
 # --- for model.py's GPT ---
 
 
@@ -432,7 +389,6 @@ def main():
     train("the plain ring", PlainRing(group, zigzag=False), 4, args, device)
     train("the ring, consecutive tokens", Ring(group, zigzag=False), args.kv_heads, args, device)
     train("the ring in a zigzag", Ring(group), args.kv_heads, args, device)
-    train("all keys gathered", Gather(group), args.kv_heads, args, device)
     leave()
 
 
@@ -472,12 +428,8 @@ def train(name, core, kv_heads, args, device):
         one.compare(step, loss, alone, model.named_parameters())
     r, size = (n - 1) / n, sum(p.nbytes for p in model.parameters())
     keys = 5 * n * len(held) * kv_heads * 8 * 8  # of a block, B T C_kv e bytes; a is e
-    per_block, text = (4 * r + 2) * keys, "L (4 r e + 2 a) B T C_kv + 2 r P e"
-    if isinstance(core, Gather):
-        per_block, text = 4 * r * keys, "L (2 r e + 2 r a) B T C_kv + 2 r P e"
-    if n == 1:
-        per_block = 0  # a hop of dK and dV would be to the same rank
-    one.prove(sent, text, 2 * per_block + 2 * r * size)
+    hops = 4 * r + 2 if n > 1 else 0  # with one rank dK and dV are at home
+    one.prove(sent, "L (4 r e + 2 a) B T C_kv + 2 r P e", 2 * hops * keys + 2 * r * size)
 
 
 if __name__ == "__main__":

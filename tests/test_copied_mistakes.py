@@ -104,7 +104,7 @@ twice(lambda x: sum(EnterAndProject(tp.Boundary(GatherTokens, world), [linear],
 cut([*MODELS["chain"]()], 4)  # 1.weight of stage 3 is on rank 0 already ... reduce_tied
 cut([linear, nn.Tanh()], 2)  # stage 1 has no parameters
 """,
-    "context_parallel": """
+    "context_parallel gather_context": """
 core({"ring" | "gather"})(*qkv({k=(2, 3, 6, 8) | k=(1, 2, 6, 8) | k=(2, 2, 5, 8) |
     k=(2, 2, 8, 8) | k=(2, 2, 6, 4) | dtype=torch.float64 | q=(4, 6, 8), k=(2, 6, 8)}))
     # give q ... a multiple of H_kv

@@ -12,7 +12,7 @@ from tops import in_one_file, lesson_file
 TECHNIQUES = ["collectives", "double_tree", "ddp", "parameter_server", "zero", "fsdp"]
 TECHNIQUES += ["tensor_parallel", "sequence_parallel", "tensor_overlap"]
 TECHNIQUES += ["pipeline", "zero_bubble", "dualpipe", "context_parallel", "packed_documents"]
-TECHNIQUES += ["ulysses", "expert_parallel", "muon", "diloco"]
+TECHNIQUES += ["ulysses", "gather_context", "expert_parallel", "muon", "diloco"]
 TECHNIQUES += ["composition"]
 # Those whose demos stand on the harness; the others need model.py alone
 ON_HARNESS = [n for n in TECHNIQUES if "\nimport harness\n" in lesson_file(n).read_text()]
@@ -20,7 +20,8 @@ ON_HARNESS = [n for n in TECHNIQUES if "\nimport harness\n" in lesson_file(n).re
 BUILDS_ON = {"zero_bubble": ["pipeline"], "sequence_parallel": ["tensor_parallel"]}
 BUILDS_ON |= {"tensor_overlap": ["sequence_parallel", "tensor_parallel"], "fsdp": ["zero"]}
 BUILDS_ON |= {"dualpipe": ["zero_bubble", "pipeline"], "packed_documents": ["context_parallel"]}
-BUILDS_ON |= {"ulysses": ["context_parallel"], "double_tree": ["collectives"]}
+BUILDS_ON |= {"ulysses": ["context_parallel"], "gather_context": ["context_parallel"]}
+BUILDS_ON |= {"double_tree": ["collectives"]}
 OTHERS = ["README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff"]
 OTHERS += ["pyproject.toml", "requirements.txt", "requirements-dev.txt", ".gitignore", "mkdocs.yml"]
 CODE = [

@@ -29,6 +29,7 @@ LESSONS = {
     "dualpipe": ("model mixture pipeline zero_bubble expert_parallel", (2, 4)),
     "expert_parallel": ("model mixture", (1, 3, 4)),
     "context_parallel": ("model", (1, 3, 4)),
+    "gather_context": ("model context_parallel", (1, 3, 4)),
     "ulysses": ("model context_parallel", (1, 3, 4)),
     "packed_documents": ("model context_parallel", (2, 3)),
     "parameter_server": ("model", (1, 3, 4)),

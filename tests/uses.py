@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 TOPS = "collectives ddp zero fsdp tensor_parallel sequence_parallel tensor_overlap pipeline"
 TOPS += " zero_bubble dualpipe context_parallel packed_documents expert_parallel muon diloco"
-TOPS += " ulysses composition"
+TOPS += " ulysses gather_context composition"
 WAYS = {
     "naive": dict(bucket_bytes=0, overlap=False),
     "bucketed": dict(bucket_bytes=800, overlap=False),
@@ -451,7 +451,9 @@ def context_core(kind, over=group.WORLD):
     if kind == "ulysses":
         return ulysses.Ulysses(over, causal)
     if kind == "gather":
-        return cp.Gather(over)
+        import gather_context
+
+        return gather_context.Gather(over)
     if kind == "ring-ulysses":  # four ranks in a square
         square = torch.arange(4).view(2, 2)
         return ulysses.Ulysses(own(square), cp.Ring(own(square.T)))

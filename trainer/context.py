@@ -4,7 +4,8 @@ without, and routers that see a piece of each sequence."""
 import torch.distributed as dist
 import torch.nn as nn
 
-from context_parallel import Gather, Ring, parallelize_context
+from context_parallel import Ring, parallelize_context
+from gather_context import Gather
 from packed_documents import DocumentRing
 from trainer.document_core import DocumentCore
 from ulysses import Ulysses, local_attention
