@@ -301,7 +301,8 @@ def start_passing(tensor, group, received=None):
 # --- a tile: by PyTorch's fused kernels, which also return lse, or by the plain functions
 #
 # The kernels are private to PyTorch; these calls were tested in torch 2.11 to 2.13. The demo's
-# float64 takes "cpu" on a CPU and the plain functions on a GPU, never "flash" or "efficient".
+# float64 takes "cpu" on a CPU and the plain functions on a GPU, never "flash", for 16 bits
+# (docs/use/run.md has runs of it), or "efficient", for float32.
 
 
 def tile_attention(q, kv, tile):

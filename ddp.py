@@ -75,7 +75,8 @@ class DDP:
                   groups over which p.grad is summed, one after the other; None: (group,)
 
     Give all ranks equal weights first (broadcast rank 0's, as the demo does): DDP neither sends nor
-    checks them. A parameter that got no gradient has zeros, not None, so weight decay moves it. If
+    checks them. A parameter that got no gradient has zeros, not None, so weight decay moves it. Its
+    bucket never fills: it and all later ones are sent by finish(), and hide behind nothing. If
     backward raises, end the run on all ranks: others may wait.
     Raises ValueError if no parameter needs a gradient; RuntimeError for a step in another order,
     and for a p.grad that has left its bucket."""
