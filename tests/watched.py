@@ -1,6 +1,7 @@
 """Runs a script under `python -m proof`, as torchrun would: ranks that are forked from here, and a
 store in a process of its own."""
 
+import faulthandler
 import json
 import os
 import signal
@@ -61,6 +62,7 @@ def forked(said, work):
     for number in (1, 2):
         os.dup2(sys.stdout.fileno(), number)
     usual_signals()
+    faulthandler.disable()  # pytest's: some ranks are killed
     start.signals.die_with_parent()
     code = 1
     try:
