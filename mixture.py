@@ -10,8 +10,8 @@ from sending all tokens to the same few. Three remedies, each a field of the con
 
 balance_loss  factor of a loss whose gradient lowers the scores of experts that are chosen often
               (Fedus et al. 2021, arXiv:2101.03961; per sequence: DeepSeek-V3, arXiv:2412.19437)
-z_loss        factor of the mean of logsumexp(logits)^2, which keeps logits small (Zoph et al. 2022,
-              arXiv:2202.08906)
+z_loss        factor of logsumexp(logits)^2, of all tokens, which keeps logits small (Zoph et al.
+              2022, arXiv:2202.08906). Both losses are divided by target_count
 bias_rate     step of a bias, added to the scores for the choice only. After each step it goes up
               where the load was low (Wang et al. 2024, arXiv:2408.15664)
 
@@ -23,7 +23,7 @@ bias_rate     step of a bias, added to the scores for the choice only. After eac
 Without targets or a target_count all three are off, with a warning. With gradient accumulation
 pass the whole batch's target_count with each piece: see AddLoss.
 
-    python mixture.py        compares the plain form with the sorted one
+    python mixture.py        compares the plain form with the sorted one, with a balance loss
 
 Shazeer et al. 2017, Sparsely-gated mixture of experts, arXiv:1701.06538.
 """
