@@ -38,7 +38,7 @@ def outer_step(parameters, old, outer, group):
     such as torch.optim.SGD(old, lr=0.7, momentum=0.9, nesterov=True): after every H steps. old:
     copies of the parameters after the last outer step, equal on all islands.
 
-    Not checked, here and below: that the islands start equal, and count their steps alike. After
+    Not checked: that the islands start equal (DiLoCo checks it), and count their steps alike. After
     steps that no outer step follows the islands end different. (All in p's dtype: for 16 bits take
     DiLoCo.)"""
     pairs = list(zip(old, parameters))
@@ -190,6 +190,12 @@ def check_diloco_arguments(diloco, parts):
         raise ValueError(f"ZeRO's optimizer steps on pieces of these parameters: {give}")
     if not (0 <= diloco.delay < diloco.every and 1 <= parts <= diloco.every):
         raise ValueError(f"with every={diloco.every}: 0 <= delay < every, 1 <= parts <= every")
+    # Islands that start with different weights would stay as far apart
+    own = [p.detach().flatten().view(torch.uint8).sum().item() for p in diloco.parameters]
+    of_islands = [None] * dist.get_world_size(diloco.group)
+    dist.all_gather_object(of_islands, own, group=diloco.group)
+    if any(other != own for other in of_islands):
+        raise ValueError("the islands start with different weights: build them from one seed")
 
 
 # --- demo ---

@@ -15,7 +15,7 @@ import torch.nn as nn
 import uses
 from foreign import LENGTH, MODELS, WIDTH, batch, broken
 from reference import case
-from tops import choices, refused
+from tops import choices, on_top_of, refused
 from torch.distributed import group
 from uses import TOPS, WAYS, Layout, context_core, equals_one_process, own_links
 
@@ -426,3 +426,11 @@ def test_results_of_stages_that_cannot_be_sent(copied, cut, words):
 
     with pytest.raises(AssertionError, match=f"ValueError: .*{words}"):
         copied(TOPS, 2, work)
+
+
+@on_top_of("diloco", 2)
+def test_islands_that_start_with_different_weights(diloco):
+    model = MODELS["mlp"]()
+    model[1].weight.data += dist.get_rank()
+    with refused("start with different weights"):
+        diloco.DiLoCo(model, group.WORLD, 2)
