@@ -178,7 +178,7 @@ class GatherLinears(torch.autograd.Function):
         if ctx.gather_again:
             gather.wait()
             x = parts.transpose(0, 1).flatten(1, 2)  # (B, T, C)
-            del parts, flat
+            del gather, parts, flat  # as large as x
         of_parameters = gradients_of_parameters(dys, x, ctx.needs_input_grad[4:])
         message.wait()
         return dx, None, None, None, *of_parameters
