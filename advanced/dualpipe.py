@@ -66,38 +66,41 @@ class Turns:
             self.switches += 1
             # On a GPU autograd runs a backward in a thread of its own. So ask for the forward's
             i = FORWARD if threading.current_thread() is self.forward_thread else BACKWARD
-            random_state = get_random_state()
-            self.may_run[1 - i].release()
-            self.may_run[i].acquire()
-            set_random_state(random_state)  # a recomputed layer with dropout draws as in forward
+            with own_random_state():
+                self.may_run[1 - i].release()
+                self.may_run[i].acquire()
         if self.error:
             raise RuntimeError("the other call of this pair has failed")
 
     def overlap(self, backward, forward):
         """[backward(), forward()]. An error in one ends the other at its turn(), and is raised."""
-        self.may_run = threading.Semaphore(1), threading.Semaphore(0)  # the backward begins
+        self.may_run = threading.Semaphore(0), threading.Semaphore(0)
         self.forward_thread = threading.current_thread()
         self.running, results = 2, [None, None]
-        random_states = [get_random_state()] * 2  # both draw from here on, each by itself
 
         def run(i, call):
             try:
-                self.may_run[i].acquire()
-                set_random_state(random_states[i])
                 results[i] = call()
-                random_states[i] = get_random_state()
             except BaseException as error:
                 self.error = self.error or error
-            finally:
-                self.running -= 1
-                self.may_run[1 - i].release()
+            self.running -= 1
+
+        def in_thread(call):
+            run(BACKWARD, call)
+            self.may_run[FORWARD].release()
+
+        def after_first_turn():
+            with own_random_state():
+                thread.start()  # the backward begins
+                self.may_run[FORWARD].acquire()
+            return forward()
 
         call = in_this_context(backward)
-        thread = threading.Thread(target=run, args=(BACKWARD, call), daemon=True)
-        thread.start()
-        run(FORWARD, forward)
-        thread.join()
-        set_random_state(random_states[FORWARD])
+        thread = threading.Thread(target=in_thread, args=(call,), daemon=True)
+        run(FORWARD, after_first_turn)
+        with own_random_state():
+            self.may_run[BACKWARD].release()
+            thread.join()
         error, self.error = self.error, None
         if error:
             raise error
@@ -255,16 +258,11 @@ def in_this_context(call):
     return called
 
 
-def get_random_state():
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    return torch.get_rng_state(), cuda
-
-
-def set_random_state(state):
-    cpu, cuda = state
-    torch.set_rng_state(cpu)
-    if cuda is not None:
-        torch.cuda.set_rng_state(cuda)
+def own_random_state():
+    """While the other call runs: afterwards this one draws random numbers as if it ran alone. So a
+    recomputed layer with nn.Dropout draws as in forward."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    return torch.random.fork_rng(devices)
 
 
 # --- demo ---
