@@ -10,9 +10,9 @@ Order     First a technique cuts the model: its tensors, its experts or its laye
           them but the answer to one question.
 Groups    Over which ranks is a parameter's gradient summed? Over a column: its ranks have the same
           shard and saw other data. Not over a row: backward has completed the gradients there, a
-          whole LayerNorm's too (by f, in tensor_parallel.py). There are three exceptions: experts,
-          parameters that saw a part of the tokens, and a matrix on two stages of a pipeline.
-          groups_in_grid() below answers for each parameter.
+          whole LayerNorm's too (by tensor_parallel.py's Enter). There are three exceptions:
+          experts, parameters that saw a part of the tokens, and a matrix on two stages of a
+          pipeline. groups_in_grid() below answers for each parameter.
 Norm      Every element counts once. A rank squares its part of each gradient and divides by the
           number of ranks that have the same part. All ranks of the grid add these up, and then
           the stages of a pipeline do.
@@ -22,8 +22,9 @@ Sent      As by each alone, but data parallelism sends only a rank's shards. For
 
     torchrun --nproc_per_node=4 -m advanced.composition
 
-The demo runs seven pairs on a grid of 2 columns; copied flat it needs model.py, mixture.py and the
-lessons that it combines (its imports). docs/use/two-techniques.md has loops for your own model.
+The demo runs seven pairs on a grid of 2 columns. Copied flat it needs model, mixture and what it
+combines: context_parallel, ddp, expert_parallel, fsdp, pipeline, tensor_parallel, zero and
+zero_bubble. docs/use/two-techniques.md has loops for your own model.
 
 Narayanan et al. 2021, arXiv:2104.04473, section 3. Zhao et al. 2023 (HSDP), arXiv:2304.11277.
 """
@@ -51,7 +52,28 @@ def groups_along(*sizes):
     return groups
 
 
-# --- over which ranks each gradient is summed
+# --- the plainest form: tensor parallelism along the rows, data parallelism along the columns
+
+
+def sum_and_clip(parameters, column, row, limit):
+    """After the last backward: complete each p.grad, and scale all of them so that their norm is at
+    most `limit`. Returns the norm.
+
+    parameters    of a model that parallelize_tensors(model, row) has cut. Their p.grad are sums
+                  over this rank's rows of the batch, divided by the number of all ranks' targets
+    column, row   this rank's groups: column, row = groups_along(-1, 2)"""
+    parameters, square = list(parameters), 0.0
+    for p in parameters:
+        dist.all_reduce(p.grad, group=column)  # the column has the same shard, and saw other rows
+        ranks_with_it = 1 if groups_cutting(p) else row.size()
+        square += p.grad.double().square().sum() / ranks_with_it
+    dist.all_reduce(square, group=row)  # the row has all shards
+    norm = square.sqrt()
+    torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+    return norm
+
+
+# --- over which ranks each gradient is summed, by any technique
 #
 # p.placement is a dict: what a technique did to p. Without it, as for a row-parallel layer's bias,
 # p is whole on every rank of a row.
@@ -241,7 +263,7 @@ M, L, T, C, EXPERTS = 4, 4, 32, 32, 5  # micro-batches; layers, context, width o
 
 
 class Recipe(NamedTuple):
-    sums: object  # DDP, ZeRO or FSDP
+    sums: object  # DDP, ZeRO or FSDP; None for the plain form
     run: object  # (tokens, targets, count) -> the loss of this rank's tokens, after all backwards
     data: object  # the group whose ranks have other rows of the batch
     grid: list  # of norm_in_grid
@@ -250,12 +272,10 @@ class Recipe(NamedTuple):
     stages: object = None
 
 
-def tensor_ddp(model, one, dp, tp):
+def plain(model, one, dp, tp):
     parallelize_tensors(model, tp)
-    parameters = list(model.parameters())
-    sync = DDP(parameters, dp, M, groups_of=groups_in_grid(parameters, dp))
-    formula = partial(tensor_bytes, tp, 2 * r(dp) * size_of(parameters))
-    return Recipe(sync, micro_batches(model), dp, [dp, tp], formula)
+    formula = partial(tensor_bytes, tp, 2 * r(dp) * size_of(model.parameters()))
+    return Recipe(None, micro_batches(model), dp, [tp], formula)
 
 
 def tensor_zero(model, one, dp, tp):
@@ -354,7 +374,7 @@ def pipeline_zero(model, one, dp, pp, split=False):
 
 
 RECIPES = {  # {name: (recipe, fields of the model's Config)}
-    "tensor x DDP": (tensor_ddp, {}),
+    "plain": (plain, {}),
     "tensor x ZeRO": (tensor_zero, {}),
     "FSDP x context": (fsdp_context, dict(tied=False)),
     "HSDP": (hsdp, dict(tied=False)),
@@ -420,7 +440,8 @@ def train(name, args, device):
     sums, run, data, grid, formula, pp, stages = recipe(model, one, column, row)
     parts = [model] if stages is None else stages.values()
     named = {p: (name, p) for part in parts for name, p in part.named()}  # each once
-    optimizer = AdamW(named) if isinstance(sums, DDP) else sums
+    sharded = not (sums is None or isinstance(sums, DDP))
+    optimizer = sums if sharded else AdamW(named)
     if dist.get_rank() == 0:
         print(f"{name}, {dist.get_world_size()} ranks, {args.row} in a row")
     for step in range(args.steps):
@@ -428,21 +449,22 @@ def train(name, args, device):
         batch = text_batch(step, rows, T, device)
         tokens, targets = (whole.tensor_split(data.size())[data.rank()] for whole in batch[:2])
         with Sent() as sent:
-            sums.zero_grad()
+            (sums or optimizer).zero_grad()
             loss = run(tokens, targets, batch[2])
-            sums.finish()
-            if isinstance(sums, DDP):
+            if sums is None:
+                sum_and_clip(named, column, row, 0.5)
+            elif sharded:
+                sums.clip(norm_in_grid(sums.gradient_parts(), grid, pp), 0.5)
+            else:
+                sums.finish()
                 norm = norm_in_grid(whole_gradients(named), grid, pp)
                 torch.nn.utils.clip_grads_with_norm_(named, 0.5, norm)
-            else:
-                norm = norm_in_grid(sums.gradient_parts(), grid, pp)
-                sums.clip(norm, 0.5)
             optimizer.step()
         dist.all_reduce(loss, group=data)
         if pp or name == "FSDP x context":  # a rank has its part of the row's loss, too
             dist.all_reduce(loss, group=row)
         alone = one.train_step(*batch, 0.5)
-        full = named.values() if isinstance(sums, DDP) else sums.gather_full(named.values())
+        full = sums.gather_full(named.values()) if sharded else named.values()
         one.compare(step, loss, alone, full)
     norm_bytes = sum(2 * r(group) * 8 for group in [*grid, *([pp] if pp else [])])
     one.prove(sent, "the formulas", formula(len(tokens)) + norm_bytes)
