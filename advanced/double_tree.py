@@ -1,17 +1,17 @@
-"""Double binary trees: an all-reduce in few rounds, to which all ranks contribute alike.
+r"""The double tree: an all-reduce in few rounds, in which all ranks do about equal work.
 
-Read collectives.py first, and copy it as well: this file uses its rounds of messages. A ring waits
-for 2 (N-1) rounds. In a tree sums go up to the root, and the total comes down again, in 2 log2 N
-rounds. But half of the ranks are leaves, which send once, while others send three times. So one
-half of the tensor takes this tree, and the other half its mirror image, the ranks in reverse.
-Whoever has children in one tree is a leaf of the other. With 6 ranks:
+Read collectives.py first, and copy it as well: this file uses its rounds of messages. A ring takes
+2 (N-1) rounds. In a tree sums go up to the root, and the total comes down again, in 2 log2 N
+rounds. But half of the ranks are leaves, which send once, while others send three times. So there
+are two trees: one half of the tensor takes the first, the other half its mirror image, with the
+ranks in reverse. A rank that has children in one tree is a leaf of the other. With 6 ranks:
 
     first half              second half
 
     0                                 5
      `--------- 4         1 ---------'
          2 ----' `- 5    0 -' `---- 3
-        / \\                        / \\
+        / \                        / \
        1   3                      2   4
 
 And each half is cut into K pieces, which follow each other: while one goes up from a rank, the next
@@ -19,8 +19,8 @@ arrives from its children. So only the first piece waits for log2 N rounds.
 
 Sent      A tree has N-1 links, and each carries its part of the tensor up and down: 2 (N-1) S bytes
           by all ranks together, for S bytes. In one tree the busiest rank has three links, and
-          sends 3 S. In both it has at most four, of S/2 bytes, and sends 2 S, in
-          2 (log2 N + K - 1) rounds. (With three ranks 2 S in one tree, 1.5 S in both; with two S.)
+          sends 3 S. In both trees it has four, of S/2 bytes, and sends 2 S, in
+          2 (log2 N + K - 1) rounds. (With N = 3 it sends 2 S in one tree, 1.5 S in both.)
 Backward  That of any all-reduce: collectives.py.
 Limits    A ring's busiest rank sends 2 (N-1)/N S, a little less: take the ring for large tensors on
           few ranks. nccl takes a double tree between nodes. Times: docs/learn/collectives.md.

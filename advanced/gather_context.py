@@ -15,8 +15,8 @@ Sent      Per rank and block: K and V in forward, 2 r B T C_kv e bytes for B seq
           all-reduce the gradients of all P parameters.
 Backward  Every rank used every key. So a key's gradient is the sum of all ranks' parts: a
           reduce-scatter adds them up, and gives each rank the gradients of its own keys.
-Limits    Each block holds all keys and values from forward to backward: for short K and V, as where
-          16 query heads share a kv-head (Llama 3). Nothing overlaps with the messages.
+Limits    Each block holds all keys and values from forward to backward. Use it where K and V are
+          small: in Llama 3 405B 16 query heads share a kv-head. Nothing overlaps with the messages.
 
     torchrun --nproc_per_node=4 -m advanced.gather_context  (needs model.py and context_parallel.py)
 

@@ -99,8 +99,8 @@ def gradients_of_parameters(dys, x, needed):
 
 
 class EnterAndProject(nn.Module):
-    """In place of Boundary(Enter, group), or of one with GatherTokens: computes also the layers
-    behind it, x -> {layer: its output}, an Outputs. Put each of `layers` where its
+    """In place of Boundary(Enter, group) or Boundary(GatherTokens, group). It computes the layers
+    behind it too: x -> Outputs, {layer: its output}. Put each of `layers` where its
     ColumnParallelLinear was: called with the Outputs, it returns its own. In between a model may
     read the shape, and nothing else. Parameters stay the same tensors, for optimizers and ties.
 
