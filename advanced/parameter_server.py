@@ -30,6 +30,7 @@ parameter server (bounded delay).
 """
 
 import argparse
+import copy
 from collections import Counter
 
 import torch
@@ -220,8 +221,8 @@ def asynchronous(model, take_step, args, device):
     def take_and_record():
         take_step()
         taken.append([(name, p.detach().clone()) for name, p in model.named_parameters()])
-        for (_, copy), p in zip(taken[-1], parameters):
-            copy.grad = p.grad.clone()
+        for (_, recorded), p in zip(taken[-1], parameters):
+            recorded.grad = p.grad.clone()
 
     def backward(batch):
         tokens, targets, count = batch
@@ -241,17 +242,18 @@ def asynchronous(model, take_step, args, device):
     if rank == 0:
         ages = Counter(staleness for _, staleness in history)
         print("staleness", ", ".join(f"{age} in {n} steps" for age, n in sorted(ages.items())))
-    # The same on one process: each gradient is of the weights that its worker had pulled
-    old_weights, work_of = [], [zip(batches[w::workers], losses[w]) for w in range(workers)]
+    # The same on one process: each gradient is of the model that its worker had pulled
+    models, work_of = [], [zip(batches[w::workers], losses[w]) for w in range(workers)]
     for step, (worker, staleness) in enumerate(history):
         (tokens, targets, count), loss = next(work_of[worker - 1])
-        old_weights.append([p.detach().clone() for p in one.model.parameters()])
-        load(one.model, old_weights[step - staleness])
-        one.optimizer.zero_grad()
-        part = one.model(tokens, targets=targets, target_count=count)
+        models.append(copy.deepcopy(one.model))
+        pulled = models[step - staleness]
+        pulled.zero_grad()
+        part = pulled(tokens, targets=targets, target_count=count)
         part.backward()
+        for p, q in zip(one.model.parameters(), pulled.parameters()):
+            p.grad = q.grad
         torch.nn.utils.clip_grad_norm_(one.model.parameters(), 0.5)
-        load(one.model, old_weights[step])
         one.optimizer.step()
         named = taken[step] if rank == 0 else []
         if rank > 0 and step == len(history) - 1:
@@ -261,11 +263,6 @@ def asynchronous(model, take_step, args, device):
     size = sum(p.nbytes for p in parameters)
     sent_by_all = [(len(history) + workers) * size, *(len(own) * size for own in losses)]
     one.prove(sent, "P e a gradient, and the last weights", sent_by_all[rank])
-
-
-def load(model, weights):
-    for p, weight in zip(model.parameters(), weights):
-        p.data.copy_(weight)
 
 
 if __name__ == "__main__":
