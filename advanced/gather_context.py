@@ -164,10 +164,7 @@ def train(name, core, args, device):
         optimizer.step()
         dist.all_reduce(loss, group=group)
         alone = one.train_step(tokens, targets, count, 0.5)
-        pairs = list(zip(model.named_parameters(), one.model.parameters()))
-        gradients = [(name, p.grad, q.grad) for (name, p), q in pairs]
-        weights = [(name, p.data, q.data) for (name, p), q in pairs]
-        one.compare(step, loss, alone, gradients, weights)
+        one.compare(step, loss, alone, model.named_parameters())
     r, size = (n - 1) / n, sum(p.nbytes for p in model.parameters())
     keys = 5 * n * len(held) * args.kv_heads * 8 * 8  # of a block, B T C_kv e bytes; a is e
     one.prove(sent, "L (2 r e + 2 r a) B T C_kv + 2 r P e", 2 * 4 * r * keys + 2 * r * size)
