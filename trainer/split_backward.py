@@ -48,7 +48,9 @@ class FullStore(WeightGradStore):
 
     def can_defer(self, x, weight):
         base = weight if weight._base is None else weight._base
-        return not getattr(base, "used_twice", False) and super().can_defer(x, weight)
+        if getattr(base, "used_twice", False):
+            return False
+        return WeightGradStore.can_defer(self, x, weight)
 
     def grouped_mm(self, x, weight, *, offs=None, **options):
         if not self.can_defer(x, weight):
