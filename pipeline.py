@@ -65,36 +65,33 @@ def plain_pipeline(module, row, inputs, targets, loss_fn, like, down, up):
                      the messages between two ranks one by one, so an activation could block a
                      gradient"""
     rank, last = dist.get_rank(down), dist.get_world_size(down) - 1
-    microbatches = zip(inputs, targets)
-    saved, losses, gradient_send = collections.deque(), [], None
+    batches = zip(inputs, targets)
+    saved, losses, sends = collections.deque(), [], []
     for kind in row:
         if kind == "F":
-            x, target = next(microbatches)
+            x, target = next(batches)
             if rank > 0:
                 x = torch.empty_like(like)
                 dist.recv(x, group=down, group_src=rank - 1)
                 x.requires_grad_()  # a leaf: backward leaves its gradient in x.grad
             y = module(x).contiguous()
             if rank < last:
-                send = dist.isend(y.detach(), group=down, group_dst=rank + 1)
+                sends.append(dist.isend(y.detach(), group=down, group_dst=rank + 1))
             else:
-                y, send = loss_fn(y, target), None
+                y = loss_fn(y, target)
                 losses.append(y.detach())
-            saved.append((x, y, send))
+            saved.append((x, y))
         else:
-            x, y, send = saved.popleft()  # the oldest micro-batch
+            x, y = saved.popleft()  # the oldest micro-batch
             gradient = None  # y is the loss: backward starts here
             if rank < last:
                 gradient = torch.empty_like(y)
                 dist.recv(gradient, group=up, group_src=rank + 1)
-                send.wait()  # y has arrived: its gradient is here
             y.backward(gradient)
             if rank > 0:
-                if gradient_send:
-                    gradient_send.wait()  # a handle may not be dropped before its message has left
-                gradient_send = dist.isend(x.grad.contiguous(), group=up, group_dst=rank - 1)
-    if gradient_send:
-        gradient_send.wait()
+                sends.append(dist.isend(x.grad.contiguous(), group=up, group_dst=rank - 1))
+    for send in sends:  # a handle, and what it sends, must live until the message has left
+        send.wait()
     return losses
 
 
@@ -120,8 +117,8 @@ def cut(layers, stage_count, owner=None):
 
 
 def reduce_tied(weight, group):
-    """Sum the gradient of a weight of which each rank of a group has a copy, such as a matrix that
-    is both embedding and output: once a step, after all backwards. So the copies stay equal."""
+    """Sum the gradients of a weight of which several ranks have a copy, such as a matrix that is
+    both embedding and output. Call it once a step, after all backwards. The copies stay equal."""
     dist.all_reduce(weight.grad, group=group)
 
 
@@ -177,11 +174,11 @@ def one_f_one_b(rank, ranks, microbatches):
 
 
 def interleaved(rank, ranks, microbatches, chunks=2):
-    """Several stages per rank, which plain_pipeline can't run: rank r holds r, p + r, 2 p + r, ...
-    Ranks work m / (m + (p - 1) / chunks) of the time. In return they send about `chunks` times what
-    they send in 1F1B, and hold more activations. A rank runs p micro-batches forward on its first
-    stage, then the same p on its next stage, and so on, and then the next p micro-batches.
-    Backwards go from its last stage to its first.
+    """Several stages per rank, which plain_pipeline can't run: rank r has stages r, p + r, 2 p + r,
+    ... Ranks work m / (m + (p - 1) / chunks) of the time. The price: they send `chunks` times what
+    they send in 1F1B, or a little more, and hold more activations. A rank runs p micro-batches
+    forward on its first stage, then the same p on its next stage, and so on, and then the next p
+    micro-batches. Backwards go from its last stage to its first.
 
         rank 0 of 2:  F0 F1 F0' F1' F2 B0' F3 B1' F2' B0 F3' B1 B2' B3' B2 B3    ' is on stage 2"""
     if microbatches % ranks:
@@ -247,7 +244,7 @@ class Schedule:
         return self.message(action, action.stage, following)
 
     def message(self, action, sender, receiver):
-        """None at the ends of the pipeline. I sends what B would, W nothing."""
+        """None at the ends of the pipeline. (zero_bubble.py: I sends what B would, W nothing.)"""
         if action.kind == "W" or sender not in self.owner or receiver not in self.owner:
             return None
         kind = "F" if action.kind == "F" else "B"
@@ -357,16 +354,16 @@ def plan_receives(schedule, steps=None):
 
     On nccl a receive is a kernel that spins until its message is there. Posted too early it can
     hang, because CUDA may wait for it before it loads a kernel or frees memory. Posted too late it
-    hides nothing. The rule: post it in the round in which the message is sent. (In a round every
-    rank takes its next action if that action's message has been sent.) If the sender is a later
-    rank, the receiver posts before its own action of that round, so the message travels during that
-    action; if the sender is an earlier rank, after it.
+    hides nothing. So this simulates the schedule in rounds: in each, a rank runs its next action if
+    the message for it was sent in an earlier round. A receive is posted in the round in which its
+    message is sent: if the sender is a later rank, before the receiver's own action of that round,
+    during which the message travels; if it is an earlier rank, after that action.
 
         1F1B on rank 1 of 3. <F1 posts the receive of F1's input, <B1 that of B1's gradient
         <F0 F0 <F1 F1 <F2 <B0 B0 <B1 F2 B1 <F3 <B2 F3 B2 <F4 <B3 F4 B3 <B4 B4
 
-    steps: each rank's actions in tuples of those that start together, if any do. Raises ValueError
-    if ranks would wait for each other."""
+    steps: each rank's actions, in tuples of those that start together (dualpipe.py). Raises
+    ValueError if ranks would wait for each other."""
     plan, sent = collections.defaultdict(list), {None}  # None: what waits for no message
     steps = steps or [[(action,) for action in row] for row in schedule.rows]
     left = [collections.deque(of_rank) for of_rank in steps]
