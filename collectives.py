@@ -11,7 +11,7 @@ are chunks 0, 1 and 2, "12" is rank 1's plus rank 2's, and "." has been passed o
     rank 2    2  2  2    .   02  2     .    .  012    012 012 012     3, 4: an all-gather
 
 Sent      A rank sends 2 (N-1) chunks, that is 2 S (N-1)/N bytes for a tensor of S bytes: less than
-          2 S for any N. In no algorithm does the busiest rank send less, unless the network's
+          2 S for any N. In any other algorithm the busiest rank sends as much, or more, unless
           switches add. But each of the 2 (N-1) rounds waits for the one before. So for small
           tensors others are faster: the table above ALGORITHMS has what all six send. (Two trees
           are a lesson of their own: advanced/double_tree.py.)
@@ -150,9 +150,9 @@ def ring_all_gather(comm, chunks):
 # all_gather_into_tensor, reduce_scatter_tensor)
 #
 # All ranks of the group must call the same collectives in the same order, with the same shapes and
-# dtypes. What one rank can see is refused: its output does not fit its own input. What differs
-# between ranks is not checked, as in torch.distributed: gloo would fill a part of a buffer, or add
-# the bytes of another tensor, silently. Tensors are contiguous and share no memory. The root is
+# dtypes. A rank refuses an output that does not fit its own input. What differs between ranks is
+# not checked, as in torch.distributed: gloo would fill a part of a buffer, or add the bytes of
+# another tensor, silently. Tensors are contiguous and share no memory. The root is
 # given by its rank in the group. `group` is a group or a Communicator.
 
 SUM, PRODUCT = dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT
@@ -311,7 +311,7 @@ def recursive_doubling_all_reduce(comm, x, combine):
 
 
 def halving_doubling_all_reduce(comm, x, combine):
-    """The partners cut what they have in two. Each keeps one half and adds the other's copy of it.
+    """The partners cut what they have in two. Each keeps one half, and adds the partner's copy.
     The next round halves what it kept. At the end a rank has 1/N of the sum. The same pairs in
     reverse order hand the halves back. The largest messages go to the nearest ranks."""
     check_power_of_two(comm.size)
@@ -436,8 +436,8 @@ def main():
 
 
 def cases(x, node_size):
-    """{name: (our function, torch's, its output before the call, how f fills y)}. The root is the
-    last rank."""
+    """{name: (our function, torch's, an output, run)}: run(f, y) calls either of them so that it
+    fills y, which begins as a copy of that output. The root is the last rank."""
     rank, n = dist.get_rank(), dist.get_world_size()
     root, parts = n - 1, list(x.tensor_split(n))
     part = parts[rank]

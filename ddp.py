@@ -48,9 +48,9 @@ def sum_gradients(parameters, group):
 
 
 def count_targets(targets, group, ignored=-100):
-    """Before a step's first backward pass: the number of targets of all ranks, by which each pass
-    divides its sum of losses. targets: this rank's, of all its micro-batches. Divided by its own
-    number, as a loop on one process does, gradients are about N times too large, silently."""
+    """The number of targets of all ranks, by which each backward pass divides its sum of losses.
+    Call it before a step's first pass. targets: this rank's, of all its micro-batches. With a
+    rank's own number in its place gradients are about N times too large, silently."""
     count = (targets != ignored).sum()
     dist.all_reduce(count, group=group)
     return count
@@ -58,7 +58,7 @@ def count_targets(targets, group, ignored=-100):
 
 # --- overlap: gradients are summed in buckets, while backward goes on
 
-OTHER_LOSS = "or another network's loss came here, as in a GAN: freeze this one in its pass"
+OTHER_LOSS = "or another network's loss reached this one (a GAN): freeze it in that pass"
 
 
 class DDP:
@@ -71,13 +71,13 @@ class DDP:
     bucket_bytes  of the largest bucket; a larger parameter has one of its own
     overlap       False: nothing is sent before finish()
     all_reduce    in place of torch's: (flat, group=group) -> a handle with wait(), or None if done
-    groups_of     beside another technique, which has cut p: advanced/composition.py. p -> the
-                  groups over which p.grad is summed, one after the other; None: (group,)
+    groups_of     p -> the groups over which p.grad is summed, one after the other; None: (group,).
+                  For parameters that another technique has cut: advanced/composition.py
 
     Give all ranks equal weights first (broadcast rank 0's, as the demo does): DDP neither sends nor
     checks them. A parameter that got no gradient has zeros, not None, so weight decay moves it. Its
-    bucket never fills: it and all later ones are sent by finish(), and hide behind nothing. If
-    backward raises, end the run on all ranks: others may wait.
+    bucket never fills, so finish() sends it and all later ones, and nothing hides them. If backward
+    raises, end the run on all ranks: others may wait.
     Raises ValueError if no parameter needs a gradient; RuntimeError for a step in another order,
     and for a p.grad that has left its bucket."""
 
@@ -91,8 +91,8 @@ class DDP:
         all_reduce=functools.partial(dist.all_reduce, async_op=True),
         groups_of=None,
     ):
-        # Usually 1. 2 if p is listed twice: it is in two pipeline stages of this rank, and each has
-        # a backward pass of its own
+        # Usually 1. A caller lists p twice if two pipeline stages of this rank share it: each stage
+        # has a backward pass of its own
         grads_per_pass = Counter(parameters)
         trained = [p for p in grads_per_pass if p.requires_grad]
         if not trained:

@@ -50,8 +50,8 @@ def plain_dispatch(x, router_weights, chosen, experts, expert_count, group, all_
     expert_count            E, which N must divide: each of N ranks has E / N experts
     all_to_all              in place of AllToAll.apply, as in dualpipe.py
 
-    Two demands, or backward hangs: x.requires_grad on every rank; and experts(rows (0, C), ...)
-    returns a result that is connected to rows (F.linear's is, torch.zeros is not)."""
+    Backward hangs unless x requires a gradient on every rank, and experts(rows (0, C), ...) returns
+    a result that is connected to rows (F.linear's is, torch.zeros is not)."""
     all_to_all = all_to_all or AllToAll.apply
     world = dist.get_world_size(group)
     # Sort by expert, and so by rank. Each token makes k rows: choice i is of token i // k
@@ -121,9 +121,9 @@ def shard_experts(parameter, group, data_group=None):
     Where each expert is a module of its own, write it yourself: docs/use/two-techniques.md.
 
     data_group: the ranks that hold the same experts, if data parallelism has more ranks than
-    `group`. Their gradients must be summed over it: "data" tells DDP and ZeRO. Without replicas and
-    with DDP or ZeRO pass a group of this rank alone, dist.new_subgroups(1)[0]: otherwise they would
-    add up different experts."""
+    `group`. DDP and ZeRO read it in the placement ("data"), and sum the experts' gradients over it.
+    If no other rank holds these experts, give DDP and ZeRO a group of this rank alone,
+    dist.new_subgroups(1)[0]: otherwise they would add up different experts."""
     group = group or dist.group.WORLD
     rank = dist.get_rank(group)
     sizes = experts_of_ranks(len(parameter), dist.get_world_size(group))
@@ -169,7 +169,8 @@ def norm_with_experts(parameters, group):
     for p in parameters:
         if p.grad is not None:
             square = torch.linalg.vector_norm(p.grad, dtype=torch.float64).square()
-            (experts if group in groups_splitting(p) else others).add_(square)
+            total = experts if group in groups_splitting(p) else others
+            total += square
     dist.all_reduce(experts, group=group)  # each expert is on one rank of the group
     return (experts + others).sqrt()
 
@@ -433,7 +434,7 @@ def formula(chosen, sequences, expert_count, chunks, size):
     counts = 2 * layers * chunks * (expert_count - sizes[rank].item()) * 8  # of 2 micro-batches
     r = (ranks - 1) / ranks
     text = "2 (rows out + rows in) C e, and counts, + 2 r P e"
-    return text, 2 * travelled * 32 * 8 + counts + 2 * r * size
+    return text, 2 * travelled * 32 * 8 + counts + 2 * r * size  # C is 32, e is 8
 
 
 if __name__ == "__main__":

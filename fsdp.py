@@ -16,9 +16,9 @@ Sent      Per micro-batch a unit's weights are gathered twice, for forward and b
 Backward  Autograd's, unchanged. It saves views of the weights. The memory under them is freed (the
           storage is resized to 0), and filled again before backward reads it.
 Use       Where the weights don't fit, and a micro-batch has enough tokens for matmuls to hide the
-          gathers. Per 16-bit parameter a gather sends 2 r bytes, and forward does 2 flop per token:
-          at 400 TFLOP/s and 50 GB/s that takes about 8,000 tokens, at 450 GB/s about 900
-          (docs/learn/fsdp.md).
+          gathers. Per 16-bit parameter a gather sends 2 r bytes, and forward does 2 flop per token.
+          At 400 TFLOP/s the two take equally long with about 8,000 tokens on 50 GB/s, and with 900
+          on 450 GB/s (docs/learn/fsdp.md).
 Limits    A unit runs once per forward, and the model once before each backward. Units are called
           as modules: unit(x), not unit.forward(x), which runs no hooks. Ranks run the same units
           in one order, or they hang or gather the wrong weights.
@@ -52,8 +52,8 @@ class PlainFSDP:
     clips nothing, silently.
 
     Before: all ranks have equal weights, in one dtype, on their device. Each parameter is in
-    exactly one unit: in none it gets no sum and no step. A unit returns one tensor, and each of its
-    parameters gets a gradient in every backward pass; several passes before a step add up. No
+    exactly one unit: one in no unit gets no sum and no step. A unit returns one tensor. In every
+    backward pass each of its parameters gets a gradient; several passes before a step add up. No
     checkpoint around a unit (inside it is fine): FSDP, below, allows it. Between its unit's runs a
     weight has no memory: reading it, as by model.state_dict(), .to() or deepcopy, ends the process
     with a segmentation fault. Save the shards."""
@@ -112,14 +112,15 @@ class PlainFSDP:
 
 
 class FSDP(ZeRO):
-    """Trains `model` over `group`: a rank holds its shards, and the weights of two units in turn.
+    """Trains `model` over `group`: a rank holds its shards, and the weights of two units at a time.
 
         embed     ~##              ~~##rr    drawn as above: a gather travels while the unit before
         block 0    ~~##          ~~##rr      it computes, a reduce-scatter while the unit after it
         block 1      ~~##      ~~##rr        does. The last unit's weights stay from forward to
         head           ~~####rr              backward
 
-    It is ZeRO's stage 2, but that weights come and go. So a step is as there. Two more options:
+    As ZeRO's stage 2, but weights come and go. A step is zero_grad(), backward passes, step(), as
+    there. Two more options:
 
     units    modules, in the order of forward; None: default_units(model)
     reshard  False: weights stay from forward to backward: about a third less is sent, all is held
@@ -129,9 +130,9 @@ class FSDP(ZeRO):
     ends the process with a segmentation fault. gather_full has copies. Parameters in no unit stay
     whole on every rank, as in stage 2.
 
-    A unit may get no gradient on some ranks (an unused expert): its gather was started by the unit
-    after it, and its reduction is made up with zeros. That fails, and all ranks hang, if it is the
-    last unit, or if two neighbours get none on the same rank.
+    A unit may get no gradient on some ranks (an unused expert): they join in its gather, which the
+    unit after it starts, and add zeros to its reduction. If it is the last unit, or if two
+    neighbours get none on the same rank, all ranks hang.
 
     A model that runs twice before one backward (DPO's chosen and rejected answers): concatenate the
     two batches, or give units=[model]."""
@@ -159,7 +160,7 @@ class FSDP(ZeRO):
             module.register_load_state_dict_pre_hook(refuse)
             module._apply = module.__deepcopy__ = refuse  # .to() and the like call _apply
         if "torch._dynamo" in sys.modules:
-            torch.compiler.reset()  # else what was compiled and has run would not call these hooks
+            torch.compiler.reset()  # what was compiled before would not call these hooks
 
     def kind_of(self, p):
         return *super().kind_of(p), self.units_of.get(p)
@@ -209,7 +210,7 @@ class FSDP(ZeRO):
         the last unit stays, which backward needs first."""
         if self.reshard:
             for other in self.held:
-                # A checkpoint over several units runs their forwards again inside one's backward
+                # Not the one in backward: a checkpoint in it may rerun other units' forwards
                 if other not in (unit, self.unit_in_backward):
                     other.release()
         unit.gather()

@@ -85,7 +85,7 @@ class MoE(nn.Module):
 
     def forward(self, x, batch=None):
         weights, chosen = self.router(x, batch.target_count if batch else None)  # (B, T, k) each
-        # Where enter gathers tokens from other ranks, it gathers their weights and experts as well
+        # enter may gather tokens from other ranks: then it gathers their weights and choices, too
         rows, weights, chosen = (self.enter(t).flatten(0, 1) for t in (x, weights, chosen))
         # In two calls, because expert_parallel.py's tokens travel between them
         sent = self.dispatch.send(rows, weights, chosen)  # (B T, C or k) each
@@ -102,7 +102,7 @@ class Router(nn.Linear):
     def __init__(self, config):
         super().__init__(config.width, config.experts, bias=False)
         self.config = config
-        self.sum_over_sequence = nn.Identity()  # sums over the pieces of a sequence that is cut
+        self.sum_over_sequence = nn.Identity()  # a sum over ranks, where they share a sequence
         self.register_buffer("choice_bias", torch.zeros(config.experts))
         self.register_buffer("load", torch.zeros(config.experts, dtype=torch.int64))
 
@@ -223,8 +223,9 @@ class AddLoss(torch.autograd.Function):
     loss, even on a pipeline stage without the head (Megatron-LM's MoEAuxLossAutoScaler). And `load`
     is counted: with recomputation a forward runs twice, a backward once.
 
-    Scaling the model's loss before backward does not scale this one. Dividing it by n: give the
-    model n x target_count instead. A GradScaler's scale(loss): give target_count / get_scale()."""
+    Scaling the model's loss before backward does not scale this one. Scale target_count instead: to
+    n x target_count in place of loss / n, to target_count / get_scale() in place of a GradScaler's
+    scale(loss)."""
 
     @staticmethod
     def forward(ctx, x, loss, total_load, load):
@@ -249,12 +250,13 @@ def rebalance(model, sum_over_devices=lambda load: None, step_taken=True):
         if router.config.bias_rate and step_taken:
             sum_over_devices(router.load)
             load, bias = router.load, router.choice_bias
-            step = (load.sum() - load * len(load)).sign()  # 1 where it is below the mean, or -1
+            step = (load.sum() - load * len(load)).sign()  # 1 below the mean, -1 above it, else 0
             bias += router.config.bias_rate * step.to(bias.dtype)
         router.load.zero_()
 
 
-# --- both forms have the same results and gradients
+# --- demo ---
+# both forms have the same results and gradients
 
 
 def main():

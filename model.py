@@ -81,9 +81,9 @@ class Config:
 class Batch(NamedTuple):
     """What layers need to know of the tokens: GPT.make_batch makes it once per forward."""
 
-    positions: torch.Tensor | None = None  # (T,), or (B, T) within documents
+    positions: torch.Tensor | None = None  # (T,); of documents (B, T), each from 0 on
     rope: tuple | None = None  # their rotary_table
-    documents: tuple = ()  # (starts,), the core's further argument, or (): see GPT.forward
+    documents: tuple = ()  # what the core gets after q, k, v: (starts,) or (). See GPT.forward
     drop_key: torch.Tensor | None = None  # (B, T): see Dropout
     target_count: torch.Tensor | int | None = None  # divides the losses, the routers' too
 
@@ -114,14 +114,15 @@ class GPT(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        of_this_file = type(config) is Config and config.bias in (True, False)
-        assert of_this_file, "other fields, and other values of bias, are harness/families.py's"
+        # harness/families.py has more fields, and biases of q, k and v alone
+        plain = type(config) is Config and config.bias in (True, False)
+        assert plain, "this model has no such fields, or bias: build it with harness/families.py"
         self.config = config
         self.embed = Embedding(config)
         self.blocks = nn.ModuleDict({str(i): Block(config, i) for i in range(config.layers)})
         self.head = Head(config)
         self.loss = CrossEntropy()
-        self.rotary_table = rotary_table
+        self.rotary_table = rotary_table  # families.py puts another here, for long sequences
         if config.tied:
             self.head.out.weight = self.embed.token.weight
         for name, p in self.named_parameters():
@@ -160,7 +161,8 @@ class GPT(nn.Module):
 
     def make_batch(self, positions, target_count, sample_ids, starts):
         key = None
-        if sample_ids is not None and self.config.dropout > 0:  # of positions in the whole sequence
+        if sample_ids is not None and self.config.dropout > 0:
+            # Of positions in the whole sequence: below, `starts` makes them those in the document
             key = drop_key(sample_ids, positions)
         if starts is not None:
             positions = positions - starts.to(positions.device)[:, positions]
@@ -320,8 +322,8 @@ class Dropout(nn.Module):
     nn.Dropout draws its mask from a stream of random numbers: ranks with other tokens, or other
     layers, would draw other masks than one process. Here a hash decides (the idea of Salmon et al.
     2011, Parallel random numbers): of `key` (B, T), itself a hash of sample and position; of
-    `site`, the number of this dropout in the model; and of the channel. There is no seed: sample
-    ids must be new in every epoch. Without a key nothing is zeroed, in train(), too."""
+    `site`, the number of this dropout in the model; and of the channel. There is no seed: give a
+    sample a new id in every epoch. Without a key nothing is zeroed, not even in train()."""
 
     def __init__(self, p, site):
         super().__init__()
@@ -342,8 +344,8 @@ def drop_key(sample_ids, positions):
     return hash64(sample_ids.unsqueeze(1) + hash64(positions)).int()
 
 
-# Two hashes, element by element, of signed numbers. Products wrap. `>>` copies the sign bit: each
-# mask clears copies
+# Two hashes, element by element, of signed numbers. Products wrap. `>>` fills up with the sign bit:
+# the masks clear what it has filled
 
 
 def hash32_(h):
@@ -394,7 +396,7 @@ def rotate(x, table):
 
 def initial_distribution(name, layers):
     """(mean, standard deviation) of the normal distribution that a parameter is drawn from, by
-    GPT-2's rule. With 0 it is a constant."""
+    GPT-2's rule. A deviation of 0: all elements are the mean."""
     if name.endswith("bias"):
         return 0.0, 0.0
     if name.endswith("norm.weight"):
@@ -481,7 +483,7 @@ class Sent(TorchDispatchMode):
             part = {"allreduce": 2 * (n - 1) / n, "send": 1}.get(name, (n - 1) / n)
             if name == "alltoall_base" and args[4]:  # rows for each rank: its own are not sent
                 part = 1 - args[4][group.rank()] / max(sum(args[4]), 1)
-            # These two begin with an output, the others with the whole tensor
+            # The whole tensor is the second argument of these two, the first of the others
             whole = args[name in ("reduce_scatter_base", "alltoall_base")]
             self.calls[name] += 1
             self.bytes += part * sum(t.nbytes for t in (whole if type(whole) is list else [whole]))
@@ -507,9 +509,9 @@ class OneProcess:
 
     def compare(self, step, loss, loss_alone, named):
         """Print the losses, and by how much gradients and weights differ on any rank, relative to
-        the largest element of each tensor. named: (name, parameter) of what this rank has. It may
-        be a shard, with p.placement["cuts"] = {dimension: (group, start, length)}, and then
-        padding. A gradient that is None is another rank's."""
+        the largest element of each tensor. named: this rank's (name, parameter). A parameter may be
+        a shard, and end in padding: p.placement["cuts"] = {dimension: (group, start, length)} says
+        of what. A gradient that is None is another rank's."""
         found = {"gradient": [], "weight": [], "loss": [("", loss, loss_alone)]}
         of_one_process = dict(self.model.named_parameters())
         for name, p in named:
@@ -538,9 +540,8 @@ class OneProcess:
             print(f"{text}, apart: {apart}")
 
     def prove(self, sent, text, formula):
-        """Print what the rank sent that is furthest from the formula, beside it and its `text`, and
-        "proven" if nothing differs by more than 1e-10 (rounding is 1e-15). Otherwise end with exit
-        code 1."""
+        """Print the bytes sent and the formula, of the rank where they differ most, and "proven" if
+        nothing differs by more than 1e-10 (rounding is 1e-15). Otherwise end with exit code 1."""
         on_ranks = [None] * dist.get_world_size()
         calls = ", ".join(f"{n} {name}" for name, n in sent.calls.items())
         dist.all_gather_object(on_ranks, (abs(sent.bytes - formula), sent.bytes, formula, calls))

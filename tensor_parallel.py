@@ -14,7 +14,7 @@ Sent      Leave adds up the partial sums in forward, by one all-reduce. Enter ad
           one Enter and one Leave each, the embedding has a Leave, the head an Enter, each of a
           tensor (B, T, C): B sequences of T tokens, C wide. The loss sends 3 numbers per token, a
           maximum and two sums. With L blocks, e bytes per element and r = (t-1)/t on t ranks a rank
-          sends 2 r B T e ((4 L + 2) C + 3). If e is 2, the loss's are float32 all the same.
+          sends 2 r B T e ((4 L + 2) C + 3). (The loss's numbers are float32, even if e is 2.)
 Backward  Leave's is the identity: each partial sum is a term of y, so it gets y's gradient. (All
           ranks compute the same loss from the same y. It is one loss, not t losses.) Enter's is a
           sum, which makes the gradient of x complete, and equal on all ranks, for earlier layers.
@@ -22,8 +22,8 @@ Limits    Every layer waits for its messages. With t = 8, C = 8192, 16 bits and 
           0.17 of the matmuls' time at 450 GB/s, and 1.5 of it at 50 GB/s: stay within a machine. A
           rank holds 1/t of the matrices, of their gradients and optimizer states, and of the heads
           and hidden units that backward needs. What lies between the layers, (B, T, C), is whole
-          everywhere. Dropout needs equal masks on all ranks in the residual stream (model.py's has
-          them, and no other dropout), different ones on heads and hidden units.
+          everywhere. Dropout in the residual stream needs equal masks on all ranks (model.py's has
+          them). On heads and hidden units it would need different ones (model.py has none there).
           More: docs/learn/tensor-parallelism.md.
 
     torchrun --nproc_per_node=4 tensor_parallel.py     (needs model.py, to train and prove itself)
@@ -170,6 +170,7 @@ class Boundary(nn.Module):
         self.function, self.group = function, group or dist.group.WORLD
 
     def forward(self, x):
+        # x may be a weight, such as a norm of heads, that each rank applies to its own heads
         if isinstance(x, nn.Parameter) and self.group in placement_of(x)["partial"]:
             raise ValueError("Enter and mark_partial would both sum this gradient: leave out Enter")
         return self.function.apply(x, self.group)
@@ -183,7 +184,8 @@ class ColumnParallelLinear(nn.Module):
     ordered by heads, q k v | q k v | ..., as model.py's are. GPT-2's are q | k | v: rank 0 would
     get mostly q, without an error. There, and where gate | up is one layer, call order_by_rank.
 
-    Where t does not divide `out`, the activation must map 0 to 0. Otherwise the padding learns."""
+    Where t does not divide `out`, zeros pad the shards. The activation must map 0 to 0, or the
+    padding would learn."""
 
     def __init__(self, linear, group):
         super().__init__()
@@ -322,8 +324,8 @@ class CrossEntropyFunction(torch.autograd.Function):
 
 @torch.no_grad()
 def grad_norm(parameters, group):
-    """The norm of the whole gradient, a float64 scalar, the same on every rank. The ranks' squares
-    are added up: of a shard its own, of a whole parameter 1/t, because all t ranks have it.
+    """The norm of the whole gradient, a float64 scalar, the same on every rank. Adds up the ranks'
+    squares: a shard's in full, 1/t of a whole parameter's, because all t ranks have it.
 
     clip_grad_norm_ would take a rank's shards for the whole. Each rank would get another norm, and
     scale norms and biases by another factor: they would drift apart, without an error."""

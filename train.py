@@ -22,7 +22,7 @@ layout has the same loss curve, to rounding; only islands have their own. Of a m
 million parameters three steps are compared with one process (--prove). docs/use/choose.md says
 which layout to take. Without torchrun train.py starts the processes itself.
 
-To read: `mesh`, `build` as a recipe, and `train_step`. trainer/runner.py has its forward_backward.
+To read: `mesh`, `build` (a recipe), `train_step`. Its forward_backward is in trainer/runner.py.
 
     torchrun --nproc_per_node=8 train.py --dp 2 --tp 2 --pp 2
     python train.py --dp 2 --cp 2 --tp 2 --pp 2 --ep 4 --experts 8 --sp --zero 1     # 16 ranks
@@ -39,7 +39,7 @@ import harness  # first: it handles Ctrl-C
 import torch
 import torch.distributed as dist
 
-import advanced  # noqa: F401  (its lessons have plain names)
+import advanced  # noqa: F401  (after this its lessons are imported by their plain names)
 import composition
 import ddp
 import dualpipe
@@ -91,7 +91,7 @@ def train(run, schedule=None):
     runner = Runner(run, schedule, groups, model, optimizer)
     tracking.describe(run, schedule)
 
-    # What goes with it. Each does nothing unless its flags ask for it
+    # What goes with training. Each does nothing unless its flags ask for it
     averaging = islands.make(run, model, optimizer, groups)
     checkpoints = saving.Saver(run, model, optimizer, averaging)
     first = checkpoints.load_newest()  # with --resume. The step to begin with
@@ -115,7 +115,7 @@ def train(run, schedule=None):
     # Each is tried, whatever becomes of the others
     return run.conclude(
         lambda: sampling.show(runner),
-        # With what islands send. Without a step there is no receipt
+        # The receipt, with what islands send. There is none if no step was run
         lambda: first < args.steps and run.receipt(*averaging.expected(*runner.expected())),
         lambda: pretrained.export(run, model, optimizer, groups.get("island")),
     )
@@ -126,12 +126,13 @@ def train_step(runner, batches):
     micro-batches, of whole sequences; its tp, cp and pp ranks all have the same."""
     optimizer, groups = runner.optimizer, runner.groups
     optimizer.zero_grad()
-    # A pipeline, of one stage without --pp: every layout runs through pipeline.py's executor
-    # The loss: a sum over this rank's tokens / the targets of all ranks; 0 without the last stage
+    # Every layout runs through pipeline.py's executor, without --pp as one stage. The loss is a sum
+    # over this rank's tokens / the targets of all ranks, and 0 on a rank without the last stage
     loss = runner.forward_backward(batches)
     optimizer.finish()  # waits for the gradients' sums over replicas, which began in backward
     harness.sum_over([groups["dp"], groups["pp"]], loss)  # of all tokens, on every rank
-    # Of the whole gradient. dp: copies, or ZeRO's shards; tp: other shards; pp: other layers
+    # The norm of the whole gradient. dp ranks have copies or ZeRO's shards, tp ranks other shards,
+    # pp ranks other layers
     parts, grid = optimizer.gradient_parts(), [groups["dp"], groups["tp"]]
     norm = composition.norm_in_grid(parts, grid, groups["pp"])
     # If loss or norm is not finite the optimizer's step will change nothing: it gets a tensor
@@ -277,7 +278,8 @@ def data_parallel(run, model, groups):
     if args.zero == 3:
         return fsdp.FSDP(stages, dp, **options)
     sharded = zero.ZeRO(stages, dp, args.zero, **options)
-    # Overlap: a unit waits for its new weights in its forward. Islands read all of them before
+    # Overlap: a unit waits for its new weights only in its next forward. Not with islands, which
+    # read all weights before that
     if args.islands == 1:
         units = [unit for part in stages.values() for unit in fsdp.default_units(part)]
         zero_options.wait_in_forward(sharded, units)

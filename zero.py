@@ -58,10 +58,10 @@ class PlainZeRO:
     step()       ends it
 
     All ranks start with equal weights. The optimizer sees one flat shard: it can't leave vectors
-    out of weight decay, for example. Its states are 1/N throughout. But in reduce() a rank has two
-    whole copies of the gradients, each p.grad and what is sent: more than DDP. So stage 2 saves
-    gradients between passes only. ZeRO, below, holds about two buckets of them, where gradients
-    come in the reverse order of the parameters."""
+    out of weight decay, for example. Its states are 1/N throughout. But in reduce() a rank holds
+    all gradients twice, in p.grad and in the flat tensor that it sends: more than DDP. So here
+    stage 2 saves memory between passes only. ZeRO, below, holds about two buckets of gradients, if
+    they come in the reverse order of the parameters."""
 
     def __init__(self, model, group, make_optimizer):
         self.group, self.parameters = group, list(model.parameters())
@@ -115,156 +115,7 @@ def norm_of_shards(gradients, group):
 
 # --- many buckets, reduced while backward goes on
 
-OTHER_LOSS = "or another network's loss came here, as in a GAN: freeze this one in its pass"
-
-
-class ShardedBucket:
-    """Some parameters as one flat tensor of S elements, with padding: a shard of S/N for each rank.
-
-    weights         (S,)    the model's parameters are views of it
-    shard           (S/N,)  this rank's shard of the weights
-    master          (S/N,)  what the optimizer steps on: the shard, or a copy with more bits
-    pieces                  the master, cut at the parameters' borders; some are empty. So the
-                            optimizer can treat matrices and vectors apart
-    gradients       (S,)    of this rank. p.grad is no view of it, as in ddp.py, but added to it:
-                            stage 2 frees it after each reduction
-    gradient_shard  (S/N,)  this rank's shard of their sum over all ranks
-
-    passes        backward passes of a step
-    param_dtype   of weights and backward. The masters stay as the parameters are, in float32 at
-                  least. None: all have the parameters' dtype. Integers, such as packed 4-bit
-                  weights, keep theirs
-    reduce_dtype  in which gradients are summed over ranks and over micro-batches. None: as the
-                  weights, so with bfloat16 weights a small gradient is lost beside a large sum
-    reduce_each   False: stage 2 reduces, and so frees, in the last pass only: it sends less
-    value         value(p) is p's initial value. So p itself may be without memory, such as
-                  torch.empty(()).expand(shape)"""
-
-    def __init__(
-        self,
-        parameters,
-        group,
-        stage,
-        passes,
-        param_dtype=None,
-        reduce_dtype=None,
-        reduce_each=True,
-        value=lambda p: p,
-    ):
-        self.parameters, self.group, self.stage, self.passes = parameters, group, stage, passes
-        self.reduce_each = reduce_each and stage >= 2  # else in the last pass only
-        self.trainable = parameters[0].requires_grad
-        rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        if stage == 0:  # one shard, the whole
-            rank, self.ranks = 0, 1
-        # Where the parameters are in the flat tensor, and where the shard is
-        ends = list(accumulate(p.numel() for p in parameters))
-        self.slices = [slice(end - p.numel(), end) for p, end in zip(parameters, ends)]
-        length = max(-(-ends[-1] // self.ranks), 1)  # rounded up; gloo refuses empty messages
-        self.own_slice = slice(rank * length, (rank + 1) * length)
-        # The weights
-        values = [value(p).detach().flatten() for p in parameters]
-        padding = values[0].new_zeros(self.ranks * length - ends[-1])
-        full = torch.cat([*values, padding])
-        if param_dtype is not None and full.is_floating_point():
-            full = full.to(torch.promote_types(full.dtype, torch.float32))
-            self.weights = full.to(param_dtype)
-        else:
-            self.weights = full
-        self.shard = self.weights[self.own_slice]
-        if stage == 3:  # FSDP frees the weights; the shard stays
-            self.shard = self.shard.clone()
-        self.master = self.make_master(full[self.own_slice])
-        self.gathering = None  # the all-gather of new weights that is on its way
-        # The parameters
-        self.pieces = []
-        for i, p in enumerate(parameters):
-            p.data = self.weights[self.slices[i]].view(p.shape)
-            p.grad = None
-            p.stepped_on_in_pieces = True  # for others who want to step on it
-            piece = self.part_of(i, self.master)
-            if p.dim() > 1:
-                piece = piece.unsqueeze(0)  # 2-D, so that weight decay still sees a matrix
-            self.pieces.append(nn.Parameter(piece, self.trainable))
-        # The gradients
-        self.passes_left = passes
-        # Gradients of each parameter that wait for a reduction. Normally 0 or 1. 2 only if backward
-        # runs in two parts (advanced/zero_bubble.py), and one of the next pass comes early
-        self.waiting = [0] * len(parameters)
-        self.reduce_dtype = reduce_dtype or self.weights.dtype
-        self.gradients = self.gradient_shard = None
-        if self.trainable and stage < 2:
-            self.allocate_gradients()
-            self.gradient_shard = self.gradients[self.own_slice]
-        elif self.trainable:
-            self.gradient_shard = torch.zeros_like(self.shard, dtype=self.reduce_dtype)
-
-    def make_master(self, values):
-        if self.trainable and values.dtype != self.shard.dtype:
-            return values.clone()
-        return self.shard
-
-    def part_of(self, i, shard):
-        """What a tensor like `shard` has of parameter i: all, a part or nothing."""
-        start = self.slices[i].start - self.own_slice.start
-        stop = self.slices[i].stop - self.own_slice.start
-        return shard[max(start, 0) : max(stop, 0)]
-
-    def zero_grad(self):
-        self.passes_left = self.passes
-        gradients = self.gradient_shard if self.stage >= 2 else self.gradients
-        gradients.zero_()
-
-    def allocate_gradients(self):
-        if self.gradients is None:
-            self.gradients = torch.zeros_like(self.weights, dtype=self.reduce_dtype)
-
-    def add(self, i, gradient):
-        self.allocate_gradients()
-        self.gradients[self.slices[i]].add_(gradient.flatten())
-        self.waiting[i] += 1
-
-    def end_pass(self):
-        self.passes_left -= 1
-        self.waiting = [max(n - 1, 0) for n in self.waiting]
-
-    def start_reduction(self, reduce_scatter):
-        """Start to sum the gradients over the ranks. Returns a handle with wait(), or None."""
-        self.allocate_gradients()  # if no parameter of it got a gradient
-        if dist.get_world_size(self.group) == 1:
-            return None
-        if self.stage == 0:
-            return dist.all_reduce(self.gradients, group=self.group, async_op=True)
-        return reduce_scatter(self.gradients[self.own_slice], self.gradients, group=self.group)
-
-    def keep_shard(self):
-        """The sum is there. Stage 2 frees all but this rank's shard."""
-        if self.stage >= 2:
-            self.gradient_shard += self.gradients[self.own_slice]
-            self.gradients = None
-
-    def give_gradients(self):
-        """To the pieces, for the optimizer."""
-        gradient = self.gradient_shard.to(self.master.dtype)  # itself, or a copy
-        for i, piece in enumerate(self.pieces):
-            piece.grad = self.part_of(i, gradient).view(piece.shape)
-
-    def start_update(self):
-        """The master has new values: start to bring them to all ranks. (FSDP gathers later.)"""
-        if self.master is not self.shard:
-            self.shard.copy_(self.master, non_blocking=True)
-        if self.ranks > 1 and self.stage < 3:
-            self.start_gather()
-
-    def start_gather(self):
-        self.gathering = all_gather_into_tensor(self.weights, self.shard, self.group, async_op=True)
-
-
-def await_weights(buckets):
-    for bucket in buckets:
-        if bucket.gathering is not None:
-            bucket.gathering.wait()
-            bucket.gathering = None
+OTHER_LOSS = "or another network's loss reached this one (a GAN): freeze it in that pass"
 
 
 class ZeRO:
@@ -348,6 +199,7 @@ class ZeRO:
         if self.state in ("arriving", "local"):
             why = f"without finish(); or backward raised; {OTHER_LOSS}"
             raise RuntimeError(f"zero_grad() after backward(), {why}")
+        # Each p must still be a view of a bucket, and trainable or frozen as it was then
         storages = {b.weights.untyped_storage()._cdata: b.trainable for b in self.buckets}
         for p in self.model.parameters():
             if storages.get(p.untyped_storage()._cdata) != p.requires_grad:
@@ -372,7 +224,7 @@ class ZeRO:
 
     def _reduce_ready(self, anyway=()):
         """Start to reduce the queue's next buckets, as long as they are full or in `anyway`."""
-        if self.action and self.action.kind == "I":  # the weights' gradients follow, in "W"
+        if self.action and self.action.kind == "I":  # zero_bubble.py: of x only; "W" follows
             return
         # All ranks start them in one order, or they would add up the wrong buckets, silently. So a
         # bucket that is full early waits for those before it
@@ -513,6 +365,155 @@ class ZeRO:
         if self.action is None:
             return buckets
         return [b for b in buckets if self.action.stage in b.pipeline_stages]
+
+
+class ShardedBucket:
+    """Some parameters as one flat tensor of S elements, with padding: a shard of S/N for each rank.
+
+    weights         (S,)    the model's parameters are views of it
+    shard           (S/N,)  this rank's shard of the weights
+    master          (S/N,)  what the optimizer steps on: the shard, or a copy with more bits
+    pieces                  the master, cut at the parameters' borders; some are empty. So the
+                            optimizer can treat matrices and vectors apart
+    gradients       (S,)    of this rank. Each p.grad is added to it. (In ddp.py p.grad is a view,
+                            but stage 2 frees `gradients` after each reduction)
+    gradient_shard  (S/N,)  this rank's shard of their sum over all ranks
+
+    passes        backward passes of a step
+    param_dtype   of weights and backward. The masters stay as the parameters are, in float32 at
+                  least. None: all have the parameters' dtype. Integers, such as packed 4-bit
+                  weights, keep theirs
+    reduce_dtype  in which gradients are summed over ranks and over micro-batches. None: as the
+                  weights, so with bfloat16 weights a small gradient is lost beside a large sum
+    reduce_each   False: stage 2 reduces, and so frees, in the last pass only: it sends less
+    value         value(p) is p's initial value. So p itself may be without memory, such as
+                  torch.empty(()).expand(shape)"""
+
+    def __init__(
+        self,
+        parameters,
+        group,
+        stage,
+        passes,
+        param_dtype=None,
+        reduce_dtype=None,
+        reduce_each=True,
+        value=lambda p: p,
+    ):
+        self.parameters, self.group, self.stage, self.passes = parameters, group, stage, passes
+        self.reduce_each = reduce_each and stage >= 2  # else in the last pass only
+        self.trainable = parameters[0].requires_grad
+        rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        if stage == 0:  # one shard, the whole
+            rank, self.ranks = 0, 1
+        # Where the parameters are in the flat tensor, and where the shard is
+        ends = list(accumulate(p.numel() for p in parameters))
+        self.slices = [slice(end - p.numel(), end) for p, end in zip(parameters, ends)]
+        length = max(-(-ends[-1] // self.ranks), 1)  # rounded up; gloo refuses empty messages
+        self.own_slice = slice(rank * length, (rank + 1) * length)
+        # The weights
+        values = [value(p).detach().flatten() for p in parameters]
+        padding = values[0].new_zeros(self.ranks * length - ends[-1])
+        full = torch.cat([*values, padding])
+        if param_dtype is not None and full.is_floating_point():
+            full = full.to(torch.promote_types(full.dtype, torch.float32))
+            self.weights = full.to(param_dtype)
+        else:
+            self.weights = full
+        self.shard = self.weights[self.own_slice]
+        if stage == 3:  # FSDP frees the weights; the shard stays
+            self.shard = self.shard.clone()
+        self.master = self.make_master(full[self.own_slice])
+        self.gathering = None  # the all-gather of new weights that is on its way
+        # The parameters
+        self.pieces = []
+        for i, p in enumerate(parameters):
+            p.data = self.weights[self.slices[i]].view(p.shape)
+            p.grad = None
+            p.stepped_on_in_pieces = True  # diloco.py refuses such p, and wants the pieces
+            piece = self.part_of(i, self.master)
+            if p.dim() > 1:
+                piece = piece.unsqueeze(0)  # 2-D, so that weight decay still sees a matrix
+            self.pieces.append(nn.Parameter(piece, self.trainable))
+        # The gradients
+        self.passes_left = passes
+        # How many gradients of each parameter wait for a reduction: 0 or 1. (2 if backward runs in
+        # two parts, as in advanced/zero_bubble.py, and the next pass's gradient comes early)
+        self.waiting = [0] * len(parameters)
+        self.reduce_dtype = reduce_dtype or self.weights.dtype
+        self.gradients = self.gradient_shard = None
+        if self.trainable and stage < 2:
+            self.allocate_gradients()
+            self.gradient_shard = self.gradients[self.own_slice]
+        elif self.trainable:
+            self.gradient_shard = torch.zeros_like(self.shard, dtype=self.reduce_dtype)
+
+    def make_master(self, values):
+        if self.trainable and values.dtype != self.shard.dtype:
+            return values.clone()
+        return self.shard
+
+    def part_of(self, i, shard):
+        """What a tensor like `shard` has of parameter i: all, a part or nothing."""
+        start = self.slices[i].start - self.own_slice.start
+        stop = self.slices[i].stop - self.own_slice.start
+        return shard[max(start, 0) : max(stop, 0)]
+
+    def zero_grad(self):
+        self.passes_left = self.passes
+        gradients = self.gradient_shard if self.stage >= 2 else self.gradients
+        gradients.zero_()
+
+    def allocate_gradients(self):
+        if self.gradients is None:
+            self.gradients = torch.zeros_like(self.weights, dtype=self.reduce_dtype)
+
+    def add(self, i, gradient):
+        self.allocate_gradients()
+        self.gradients[self.slices[i]].add_(gradient.flatten())
+        self.waiting[i] += 1
+
+    def end_pass(self):
+        self.passes_left -= 1
+        self.waiting = [max(n - 1, 0) for n in self.waiting]
+
+    def start_reduction(self, reduce_scatter):
+        """Start to sum the gradients over the ranks. Returns a handle with wait(), or None."""
+        self.allocate_gradients()  # if no parameter of it got a gradient
+        if dist.get_world_size(self.group) == 1:
+            return None
+        if self.stage == 0:
+            return dist.all_reduce(self.gradients, group=self.group, async_op=True)
+        return reduce_scatter(self.gradients[self.own_slice], self.gradients, group=self.group)
+
+    def keep_shard(self):
+        """The sum is there. Stage 2 frees all but this rank's shard."""
+        if self.stage >= 2:
+            self.gradient_shard += self.gradients[self.own_slice]
+            self.gradients = None
+
+    def give_gradients(self):
+        """To the pieces, for the optimizer."""
+        gradient = self.gradient_shard.to(self.master.dtype)  # itself, or a copy
+        for i, piece in enumerate(self.pieces):
+            piece.grad = self.part_of(i, gradient).view(piece.shape)
+
+    def start_update(self):
+        """The master has new values: start to bring them to all ranks. (FSDP gathers later.)"""
+        if self.master is not self.shard:
+            self.shard.copy_(self.master, non_blocking=True)
+        if self.ranks > 1 and self.stage < 3:
+            self.start_gather()
+
+    def start_gather(self):
+        self.gathering = all_gather_into_tensor(self.weights, self.shard, self.group, async_op=True)
+
+
+def await_weights(buckets):
+    for bucket in buckets:
+        if bucket.gathering is not None:
+            bucket.gathering.wait()
+            bucket.gathering = None
 
 
 def gather_shards(bucket, shard):
