@@ -68,6 +68,9 @@ class Reporter:
         if not self.measured:
             text = f"{' or '.join(map(str, steps))} steps seen, none measured"
             self.say(f"proof: {text}: it is step {self.options.step} that --step asks for")
+            if steps == [0] and "RANK" not in os.environ:
+                how = "torchrun --nproc_per_node=4 -m proof SCRIPT.py"
+                self.say(f"proof: if the script starts its ranks as other programs, start them: {how}")
         elif not self.differences:
             self.say(f"proof: {steps[-1]} steps, and nothing differs between ranks that should not")
         failed = [rank for rank, state in finals.items() if state["left"] != ENDED]
