@@ -119,7 +119,8 @@ class EnterAndProject(nn.Module):
         # Enter and F.linear by themselves: under torch.compile, which orders a block's backward
         # itself, and where a mode or a tensor subclass replaces F.linear (zero_bubble.py)
         plain = torch.compiler.is_compiling() or has_torch_function((x,))
-        if plain and not self.gather_again:  # which only GatherLinears does
+        # Only GatherLinears gathers again, in backward
+        if plain and not (self.gather_again and torch.is_grad_enabled()):
             return Outputs(zip(self.layers, linears(self.enter(x), parameters)))
         if torch.is_autocast_enabled(x.device.type):  # else F.linear casts, after this is sent
             x = x.to(torch.get_autocast_dtype(x.device.type))

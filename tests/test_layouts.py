@@ -268,6 +268,13 @@ def test_compiled_blocks(ranks, text, monkeypatch):
     assert ranks(1, work) == [(0, 4 * 3 + 2)]
 
 
+def test_compiled_blocks_that_gather_again(ranks, text, monkeypatch):
+    """Also in validation, where nothing is kept for backward, so nothing is gathered again."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    args = arguments(text, "--layers 1 --tp 2 --sp --gather-again --compile --steps 2")
+    assert [code for code, *_ in ranks(2, run_layout, args)] == [0, 0]
+
+
 @pytest.mark.parametrize(
     "variant, layouts",
     [
