@@ -69,8 +69,8 @@ class Reporter:
             text = f"{' or '.join(map(str, steps))} steps seen, none measured"
             self.say(f"proof: {text}: it is step {self.options.step} that --step asks for")
             if steps == [0] and "RANK" not in os.environ:
-                how = "torchrun --nproc_per_node=4 -m proof SCRIPT.py"
-                self.say(f"proof: if the script starts its ranks as other programs, start them: {how}")
+                self.say("proof: if the script starts its ranks as other programs, start them so:")
+                self.say("proof: torchrun --nproc_per_node=4 -m proof SCRIPT.py")
         elif not self.differences:
             self.say(f"proof: {steps[-1]} steps, and nothing differs between ranks that should not")
         failed = [rank for rank, state in finals.items() if state["left"] != ENDED]
