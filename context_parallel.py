@@ -139,7 +139,7 @@ def start_hop(sent, received, group):
     return dist.batch_isend_irecv([send, receive])
 
 
-# --- for any model: work is even, the next keys travel meanwhile, any number of kv-heads
+# --- for any model: even work, any number of kv-heads, and the next keys travel meanwhile
 
 
 class Ring(nn.Module):
@@ -156,10 +156,11 @@ class Ring(nn.Module):
     technique: docs/use/two-techniques.md. zigzag=False: consecutive tokens per rank, and the last
     rank has most of the work.
 
-    These give wrong numbers without an error. Tokens that are cut otherwise, as by chunk(): the
-    rank alone says which keys a query sees. q, k and v as (B, T', H, D). As an attention function
-    of transformers: a mask, because a ring never sees it, and position_ids that were left out. Have
-    yours raise for both, as docs/use/transformers.md does."""
+    These give wrong numbers without an error:
+    - tokens that are cut otherwise, as by chunk(): the rank alone says which keys a query sees
+    - q, k and v as (B, T', H, D)
+    - in transformers a mask, which a ring never sees, and position_ids that were left out. Have
+      your attention function raise for both, as docs/use/transformers.md does"""
 
     def __init__(self, group, zigzag=True):
         super().__init__()
@@ -174,10 +175,10 @@ class Ring(nn.Module):
         self.check(q, k, v)
         return self.attend(q, k, v, ring_tiles(self.rank, self.n, q.shape[2], self.zigzag))
 
-    def attend(self, q, k, v, tiles):
+    def attend(self, q, k, v, tiles):  # gather_context.py has another
         return RingAttention.apply(q, k, v, self.group, tiles)
 
-    def check(self, q, k, v, chunks=2):
+    def check(self, q, k, v, chunks=2):  # packed_documents.py has 8 chunks
         if q[:, 0].shape != k[:, 0].shape or q.shape[1] % k.shape[1] or q.dtype != k.dtype:
             raise ValueError("give q (B, H, T', D), k, v (B, H_kv, T', D), H a multiple of H_kv")
         if self.zigzag and q.shape[2] % chunks:
@@ -193,16 +194,16 @@ def shard_sequence(x, held, fill=0):
 
 
 def held_positions(length, rank, n, zigzag=True, multiple=1):
-    """The positions that a rank of a ring of n holds. multiple: divides a chunk's tokens, where so
-    many ranks share a rank's chunks (advanced/ulysses.py)."""
+    """The positions that a rank of a ring of n holds. A chunk's number of tokens is rounded up to a
+    multiple of `multiple`: so many ranks share it in advanced/ulysses.py."""
     chunks = [rank, 2 * n - 1 - rank] if zigzag else [rank]
     size = math.ceil(length / (n * len(chunks) * multiple)) * multiple  # tokens per chunk
     return torch.cat([torch.arange(chunk * size, (chunk + 1) * size) for chunk in chunks])
 
 
 class Tile(NamedTuple):
-    """Queries of this rank, and keys of one rank, all of which they see. causal: queries and keys
-    are of the same tokens, and a query sees the keys up to its own."""
+    """Queries of this rank, and keys of one rank. Each query sees all of the keys; if causal, those
+    up to its own: then queries and keys are of the same tokens."""
 
     queries: slice
     keys: slice
@@ -226,7 +227,7 @@ def ring_tiles(rank, n, tokens, zigzag=True):
 
 def attend_to_all(q, kv_by_rank, tiles):
     """Attention of this rank's queries to all keys: the result and its lse. kv_by_rank yields
-    (rank, its keys and values). tiles[rank]: those with that rank's keys."""
+    (rank, its keys and values). tiles[rank]: the tiles with that rank's keys."""
     sum_dtype = torch.promote_types(q.dtype, torch.float32)  # float32 at least, for lse as well
     out = torch.zeros_like(q, dtype=sum_dtype)
     lse = out.new_full(q.shape[:3], -math.inf)
@@ -263,7 +264,7 @@ class RingAttention(torch.autograd.Function):
                 dq_tile, *dkv_tile = tile_gradients(grad, q, source_kv, out, lse, tile)
                 dq[:, :, tile.queries] += dq_tile
                 dkv_tiles.append(torch.stack(dkv_tile))
-            if receive:  # in the first step dkv is still here, zeros
+            if receive:  # not in the first step: dkv has not travelled, and is zeros
                 dkv = receive()
             for tile, dkv_tile in zip(ctx.tiles[source], dkv_tiles):
                 dkv[:, :, :, tile.keys] += dkv_tile
@@ -291,7 +292,7 @@ def start_passing(tensor, group, received=None):
     messages = start_hop(tensor, received, group)
 
     def wait():
-        while messages:  # a message that is forgotten no longer holds what it sent
+        while messages:  # popped, a message no longer keeps alive what it sent
             messages.pop().wait()
         return received
 
@@ -300,9 +301,9 @@ def start_passing(tensor, group, received=None):
 
 # --- a tile: by PyTorch's fused kernels, which also return lse, or by the plain functions
 #
-# The kernels are private to PyTorch; these calls were tested in torch 2.11 to 2.13. The demo's
-# float64 takes "cpu" on a CPU and the plain functions on a GPU, never "flash", for 16 bits
-# (docs/use/run.md has runs of it), or "efficient", for float32.
+# The kernels are private to PyTorch; these calls were tested in torch 2.11 to 2.13. On a GPU
+# "flash" takes 16 bits (docs/use/run.md has runs of it) and "efficient" float32; float64, as in the
+# demo, is for the plain functions. On a CPU "cpu" takes all.
 
 
 def tile_attention(q, kv, tile):

@@ -50,13 +50,17 @@ from tensor_parallel import (
     placement_of,
 )
 
+# torch 2.13 renamed these two; older versions know only the second name
+all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 # --- the plainest form: two messages in the place of Enter and Leave
 
 
 def gather_tokens(x, group):
     """All ranks' tokens in order: x (B, T/t, C) -> (B, T, C)."""
     shards = x.new_empty(dist.get_world_size(group), *x.shape)  # (t, B, T/t, C)
-    all_gather_into_tensor(shards.flatten(0, 1), x.contiguous(), group=group)  # into a view
+    all_gather_into_tensor(shards.flatten(0, 1), x.contiguous(), group=group)  # fills `shards`
     return shards.transpose(0, 1).flatten(1, 2)
 
 
@@ -78,11 +82,6 @@ def shards_of_tokens(x, group):
     return shards.transpose(0, 1).contiguous()
 
 
-# torch 2.13 renamed these two; older versions know only the second name
-all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
 class GatherTokens(torch.autograd.Function):
     """In the place of Enter. Every rank gets all tokens."""
 
@@ -98,7 +97,7 @@ class GatherTokens(torch.autograd.Function):
 
 
 class ReduceScatterTokens(torch.autograd.Function):
-    """In the place of Leave. Every rank gets the sum of its own tokens."""
+    """In the place of Leave. Every rank gets its own tokens of the sum of all ranks' x."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -171,7 +170,7 @@ def parallelize_sequence(
 ):
     """As parallelize_tensors. Give every rank the whole tokens, targets, positions and sample_ids.
     After the last backward pass call reduce_partial. A pipeline stage without an embedding takes
-    x (B, T/t, C) of the stage before, and needs positions (T,).
+    x (B, T/t, C) of the stage before, and needs positions (T,): the default would have T/t.
 
     whole_experts: leave the experts as they are. Each rank sends its own tokens to them. So cut
     them with expert_parallel.py over all tensor-parallel ranks, before or after this."""

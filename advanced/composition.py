@@ -6,8 +6,8 @@
                                 a column has the same shard, so its ranks add up their gradients
 
 Order     First a technique cuts the model: its tensors, its experts or its layers. Then DDP, ZeRO,
-          FSDP or Muon take a rank's shards as the model of its column. Nothing else changes for
-          them but the answer to one question.
+          FSDP or Muon treat a rank's shards as a whole model, which its column trains. Only one
+          thing changes for them, the answer to a question.
 Groups    Over which ranks is a parameter's gradient summed? Over a column: its ranks have the same
           shard and saw other data. Not over a row: backward has completed the gradients there, a
           whole LayerNorm's too (by tensor_parallel.py's Enter). There are three exceptions:
@@ -22,7 +22,7 @@ Sent      As by each alone, but data parallelism sends only a rank's shards. For
 
     torchrun --nproc_per_node=4 -m advanced.composition
 
-The demo runs seven pairs on a grid of 2 columns. Copied flat it needs model, mixture and what it
+The demo runs seven recipes on a grid of 2 columns. Copied flat it needs model, mixture and what it
 combines: context_parallel, ddp, expert_parallel, fsdp, pipeline, tensor_parallel, zero and
 zero_bubble. docs/use/two-techniques.md has loops for your own model.
 
@@ -60,12 +60,12 @@ def sum_and_clip(parameters, column, row, limit):
     most `limit`. Returns the norm.
 
     parameters    of a model that parallelize_tensors(model, row) has cut. Their p.grad are sums
-                  over this rank's rows of the batch, divided by the number of all ranks' targets
+                  over the row's part of the batch, divided by the number of all ranks' targets
     column, row   this rank's groups: column, row = groups_along(-1, 2)"""
     parameters, square = list(parameters), 0.0
     for p in parameters:
-        dist.all_reduce(p.grad, group=column)  # the column has the same shard, and saw other rows
-        ranks_with_it = 1 if groups_cutting(p) else row.size()
+        dist.all_reduce(p.grad, group=column)  # the column has the same shard, and saw other data
+        ranks_with_it = 1 if groups_cutting(p) else row.size()  # cut: each of the row has another
         square += p.grad.double().square().sum() / ranks_with_it
     dist.all_reduce(square, group=row)  # the row has all shards
     norm = square.sqrt()
@@ -83,7 +83,7 @@ def sum_and_clip(parameters, column, row, limit):
 #                2: {0: (tp, 256, 256)}, rows 256 to 511. The dimension None: p is whole, but the
 #                group's other ranks have other parameters in its place, such as other experts
 #     "data"     of an expert: the ranks with a replica of it that saw other tokens. Sum over them,
-#                not over a column. Often this rank only: groups_along(-1, 1)[1]
+#                not over a column. Without replicas: this rank alone, groups_along(-1, 1)[1]
 #     "partial"  [tp]: sum over tp, too. With sequence parallelism LayerNorm's weight is whole, but
 #                each tp rank's saw a part of the tokens. Or [ends], of a tied matrix: the first and
 #                the last stage have a copy each, with a part of its gradient. ends: a group of only
@@ -97,9 +97,10 @@ def groups_in_grid(parameters, data_group):
 
     data_group    this rank's column, or for HSDP a pair of groups: see ZeRO
 
-    Before the split all ranks have equal weights. The call sends, if a gradient is a partial sum:
-    all ranks that add one up must hold the same parameters in the same order. Raises ValueError if
-    they don't, and for a data_group over which p is cut: a sum would add different shards."""
+    Before the split all ranks have equal weights. Call it on all ranks: where gradients are partial
+    sums it compares the ranks that add them up, which must hold the same parameters in the same
+    order. Raises ValueError if they don't, and for a data_group over which p is cut: a sum would
+    add different shards."""
     parameters = [p for p in parameters if p.requires_grad]
     for p in parameters:
         check_data_group(p, placed(p, "data", data_group))
@@ -130,8 +131,8 @@ def norm_in_grid(parts, groups, pipeline_group=None):
     parts             gradient_parts() of ZeRO, FSDP or Muon; with DDP whole_gradients(parameters)
     groups            the dimensions of the grid in which ranks have shards or copies of the same
                       parameters: [dp, tp]. dp, too: it has copies, and experts may be cut over it
-    pipeline_group    pp, if there is one. It is not in groups (not checked), because its ranks have
-                      other parameters. A tied matrix is on two of them, and counts once"""
+    pipeline_group    pp, if there is one. Its ranks have other parameters, so leave it out of
+                      groups (not checked). A tied matrix is on two of its ranks, and counts once"""
     device = parts[0][0].device
     parts = [part for part in parts if part[1] is not None]
     check_grid([p for p, _, _ in parts], groups)
@@ -231,7 +232,7 @@ def has_memory(p):  # not on the meta device, nor expanded from one element
 def check_grid(parameters, groups):
     cut_over = set()
     for p in parameters:
-        # Experts' groups need not be those of a grid of several: they are checked with one only
+        # In a grid of several dimensions experts may be cut over a group that is none of them
         if placed(p, "data", None) is None or len(groups) == 1:
             cut_over.update(groups_cutting(p))
     for group in cut_over:
@@ -268,8 +269,8 @@ class Recipe(NamedTuple):
     data: object  # the group whose ranks have other rows of the batch
     grid: list  # of norm_in_grid
     formula: object  # number of this rank's rows -> the bytes that it sends, but for the norm
-    pp: object = None
-    stages: object = None
+    pp: object = None  # this rank's pipeline
+    stages: object = None  # {stage: module}: its part of the model
 
 
 def plain(model, one, dp, tp):
@@ -297,7 +298,8 @@ def fsdp_context(model, one, dp, cp):
 
     def formula(rows):
         keys = rows * cp.size() * len(held) * C * 8
-        return L * (4 * r(cp) + 2) * keys + r(everyone) * gathered(fsdp)
+        hops = 4 * r(cp) + 2 if cp.size() > 1 else 0  # with one rank dK and dV are at home
+        return L * hops * keys + r(everyone) * gathered(fsdp)
 
     return Recipe(fsdp, micro_batches(model, shard), dp, [everyone], formula)
 
@@ -424,7 +426,8 @@ def tensor_bytes(tp, of_data, rows):
 def main():
     parser = argparse.ArgumentParser(description="train a GPT with each recipe, and prove it")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--row", type=int, default=2, help="ranks of a row of the grid")
+    why = "ranks of a row of the grid: 1 or 2, as four layers make four stages of zb-v"
+    parser.add_argument("--row", type=int, default=2, choices=(1, 2), help=why)
     args = parser.parse_args()
     device = join_ranks()
     for name in RECIPES:

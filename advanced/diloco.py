@@ -8,7 +8,7 @@
 Each island trains on its own data with its own optimizer, such as AdamW. After H steps it computes
 its outer gradient, old weights - new weights. The islands average these, and an outer optimizer,
 SGD with Nesterov momentum, subtracts the mean: one step from the old weights towards the new ones.
-This is not ddp.py's loss curve. The demo compares with one process that plays all islands.
+So the loss curve is not ddp.py's. The demo compares with one process that plays all islands.
 
 Sent      2 r P e bytes every H steps, an all-reduce of the outer gradients: 1/H of what ddp.py
           sends. P parameters of e bytes, N islands, r = (N-1)/N.
@@ -38,8 +38,8 @@ def outer_step(parameters, old, outer, group):
     such as torch.optim.SGD(old, lr=0.7, momentum=0.9, nesterov=True): after every H steps. old:
     copies of the parameters after the last outer step, equal on all islands.
 
-    Not checked: that the islands start equal (DiLoCo checks it), and count their steps alike. After
-    steps that no outer step follows the islands end different. (All in p's dtype: for 16 bits take
+    Not checked: that the islands start equal (DiLoCo checks it), and count their steps alike. Inner
+    steps after the last outer step leave the islands different. (All in p's dtype: for 16 bits take
     DiLoCo.)"""
     pairs = list(zip(old, parameters))
     for old_p, p in pairs:
@@ -55,9 +55,10 @@ def outer_step(parameters, old, outer, group):
 
 
 class DiLoCo:
-    """Averages the islands' weights every `every` steps. Call step() after each step of the inner
-    optimizer, equally often on all islands; at the end finish(): all islands are equal.
+    """Averages the islands' weights. Call step() after each step of the inner optimizer, equally
+    often on all islands; at the end finish(): all islands are equal.
 
+    every   H: inner steps from one average of a part to its next
     model   a module, or parameters. All islands start with equal weights
     group   one rank of each island: those that hold the same parameters
     parts   into how many parts the model is cut, which are sent in turn
@@ -134,8 +135,8 @@ class Part:
         self.in_flight = None  # or a function that waits for the islands' mean
 
     def outer_gradient(self):
-        # p started from old rounded to p's dtype. Measured from there: rounding is no movement.
-        # (After a delay it started halfway: its own half counts as movement)
+        # restart() rounded old to p's dtype. So measure from old rounded: else the rounding would
+        # count as movement. (After a delay p restarted halfway: its own half does count)
         moved = [(old.to(p.dtype) - p.to(old.dtype)).flatten() for p, old in self.pairs]
         return torch.cat(moved)
 
@@ -190,7 +191,7 @@ def check_diloco_arguments(diloco, parts):
         raise ValueError(f"ZeRO's optimizer steps on pieces of these parameters: {give}")
     if not (0 <= diloco.delay < diloco.every and 1 <= parts <= diloco.every):
         raise ValueError(f"with every={diloco.every}: 0 <= delay < every, 1 <= parts <= every")
-    # Islands that start with different weights would stay as far apart
+    # Islands that start with different weights would stay as far apart. Compared: sums of bytes
     own = [p.detach().flatten().view(torch.uint8).sum().item() for p in diloco.parameters]
     of_islands = [None] * dist.get_world_size(diloco.group)
     dist.all_gather_object(of_islands, own, group=diloco.group)
@@ -207,7 +208,7 @@ if __name__ == "__main__":  # importing this file needs no model.py
 def main():
     parser = argparse.ArgumentParser(description="train islands in each form, and prove it")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--every", type=int, default=4, metavar="H", help="inner steps")
+    parser.add_argument("--every", type=int, default=4, metavar="H", help="inner steps: 3 or more")
     args = parser.parse_args()
     device = join_ranks()
     train("outer_step", 1, 0, args, device)

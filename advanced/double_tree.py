@@ -1,10 +1,11 @@
 r"""The double tree: an all-reduce in few rounds, in which all ranks do about equal work.
 
-Read collectives.py first, and copy it as well: this file uses its rounds of messages. A ring takes
-2 (N-1) rounds. In a tree sums go up to the root, and the total comes down again, in 2 log2 N
-rounds. But half of the ranks are leaves, which send once, while others send three times. So there
-are two trees: one half of the tensor takes the first, the other half its mirror image, with the
-ranks in reverse. A rank that has children in one tree is a leaf of the other. With 6 ranks:
+Read collectives.py first: this file uses its rounds of messages. A ring takes 2 (N-1) rounds. In a
+tree sums go up to the root, and the total comes down again, in 2 log2 N rounds. But half of the
+ranks are leaves, which send once, while others send three times. So there are two trees: one half
+of the tensor takes the first, the other half its mirror image, with the ranks in reverse. A rank
+that has children in one tree is a leaf of the other. (With odd N rank 0 is the root of both, and
+has one child in each.) With 6 ranks:
 
     first half              second half
 

@@ -2,25 +2,27 @@
 
 Read zero_bubble.py and expert_parallel.py first. A mixture's layer waits for four all-to-alls: to
 the experts and back, in forward and in backward. Here a rank runs one micro-batch's backward and
-another's forward at the same time, a pair. A ~ is such a wait:
+another's forward as a pair: while one waits for an all-to-all (~), the other computes.
 
     backward    ~~~~~~~~~ experts   ~~~~~~~~~ attention ~~~~~~~~~ experts   ~~~~~~~~~ attention
     forward     attention ~~~~~~~~~ experts   ~~~~~~~~~ attention ~~~~~~~~~ experts   ~~~~~~~~~
 
-The schedule of 2 ranks and 4 micro-batches, DualPipeV: DeepSeek's DualPipe, folded so that each
-stage is on one rank. A rank has a near stage and a far one, with a quote, which is nearer the loss.
-Pairs are in brackets, a forward of one with a backward of the other:
+The schedule, DualPipeV, of 2 ranks and 4 micro-batches: DeepSeek's DualPipe, folded so that each
+stage is on one rank. As in zb-v a rank has a stage near the input, and one far from it, marked by a
+quote. A pair, in brackets, is a forward of one stage and a backward of the other:
 
     rank 0   F0 F1 F2 F0' I0' W0' F1' (F3 B1') (F2' B0) B2' (F3' B1) B3' I2 W2 I3 W3
     rank 1   F0 F0' F1 F1' (F2 B0') (F2' B0) (F3 B1') (F3' B1) B2' B2 I3' I3 W3' W3
 
-Order     A pair is two threads, of which one runs at a time. Before a thread waits for a message
-          it calls turn(), and the other runs. So all ranks send in the same order. On a GPU both
-          queue kernels on one stream, and nccl's messages run beside it.
+Order     A pair is two threads, of which one runs at a time. Before a thread waits for rows it
+          calls turn(), and the other runs. They change at these calls only, which are the same on
+          all ranks: so all send in the same order. On a GPU both queue kernels on one stream, and
+          nccl's messages run beside it.
 Sent      As without overlap: zb-v's messages, and expert_parallel.py's rows.
-Hidden    Waits in pairs, where the partner has enough work; never that for an exchange of counts.
-          Without a pipeline 1 - 1/m of m micro-batches' waits are in pairs; in one of p ranks on
-          average 1 - (5p - 1) / 4m, as the first forwards and last backwards have no partner.
+Hidden    The waits for rows in pairs, where the partner has enough work. (An exchange of counts is
+          always waited for.) Without a pipeline 1 - 1/m of m micro-batches' waits are in pairs; in
+          one of p ranks on average 1 - (5p - 1) / 4m: the first forwards and last backwards have
+          no partner.
 Limits    Without experts nothing is hidden: take zb-v. A pair needs the temporary memory of both.
 
     torchrun --nproc_per_node=4 -m advanced.dualpipe
@@ -42,7 +44,7 @@ from zero_bubble import SplitPipeline
 
 # --- the plain form: a backward and a forward that take turns
 
-BACKWARD, FORWARD = 0, 1  # places in Turns.may_run and in results
+BACKWARD, FORWARD = 0, 1  # indices of Turns.may_run and of overlap's results
 
 
 class Turns:
@@ -60,7 +62,7 @@ class Turns:
         self.waits = self.switches = 0
 
     def turn(self):
-        """Call it before each wait for a message. Outside of overlap() it does nothing."""
+        """Call it before each wait for rows. Outside of overlap() the caller just goes on."""
         self.waits += 1
         if self.running == 2:
             self.switches += 1
@@ -77,6 +79,7 @@ class Turns:
         self.may_run = threading.Semaphore(0), threading.Semaphore(0)
         self.forward_thread = threading.current_thread()
         self.running, results = 2, [None, None]
+        backward = in_this_context(backward)
 
         def run(i, call):
             try:
@@ -85,21 +88,21 @@ class Turns:
                 self.error = self.error or error
             self.running -= 1
 
-        def in_thread(call):
-            run(BACKWARD, call)
-            self.may_run[FORWARD].release()
+        def in_thread():
+            run(BACKWARD, backward)
+            self.may_run[FORWARD].release()  # the forward goes on, alone
 
-        def after_first_turn():
+        thread = threading.Thread(target=in_thread, daemon=True)
+
+        def in_this_thread():
             with own_random_state():
-                thread.start()  # the backward begins
-                self.may_run[FORWARD].acquire()
+                thread.start()
+                self.may_run[FORWARD].acquire()  # until the backward's first turn(), or its end
             return forward()
 
-        call = in_this_context(backward)
-        thread = threading.Thread(target=in_thread, args=(call,), daemon=True)
-        run(FORWARD, after_first_turn)
+        run(FORWARD, in_this_thread)
         with own_random_state():
-            self.may_run[BACKWARD].release()
+            self.may_run[BACKWARD].release()  # the backward goes on, alone
             thread.join()
         error, self.error = self.error, None
         if error:
@@ -126,8 +129,9 @@ class HiddenAllToAll(torch.autograd.Function):
 
 
 def run_in_pairs(forward, microbatches, turns):
-    """All passes of a step, without a pipeline: each backward beside the next forward. That needs
-    no gradient of it. forward(i): the part of the loss of micro-batch i. Returns the parts."""
+    """All passes of a step, without a pipeline: each micro-batch's backward beside the next one's
+    forward, which needs nothing of it. forward(i): micro-batch i's part of the loss. Returns the
+    parts."""
     losses = [forward(0)]
     for i in range(1, microbatches):
         _, loss = turns.overlap(losses[-1].backward, functools.partial(forward, i))
@@ -152,9 +156,9 @@ class MixedRow(Row):
 
 def dualpipev(rank, ranks, microbatches):
     """A rank's row of the schedule above, with the stages of zb_v. The phases are those of
-    DeepSeek's code (whose last rank runs its first pair one after the other), with what they give
-    on rank 0 of 2 with 4 micro-batches. The pairs are in 4 and 5: a forward, and the backward after
-    it."""
+    DeepSeek's code (but there the first pair of the last rank does not overlap). Their comments say
+    what they give on rank 0 of 2 with 4 micro-batches. The pairs are in 4 and 5: a forward, and the
+    backward after it."""
     if microbatches < 2 * ranks:
         count = f"at least {2 * ranks} micro-batches, twice as many as ranks"
         raise ValueError(f"dualpipev needs {count}, not {microbatches}")
@@ -191,7 +195,7 @@ def dualpipev(rank, ranks, microbatches):
 
 
 class PairedSchedule(Schedule):
-    """A schedule in which a forward is paired with the backward after it, if that is of another
+    """A schedule in which a forward is paired with the backward after it, if this is of another
     stage. A pair starts when both messages are there, and sends when both are done. Meant for
     dualpipev."""
 
@@ -204,7 +208,8 @@ class PairedSchedule(Schedule):
         """A rank's actions in tuples of those that start together: one, or backward and forward."""
         steps = []
         for action in self[rank]:
-            before = steps[-1][0] if steps else action  # of a pair its backward: it has no third
+            # Of a pair its backward, so that no third action joins it
+            before = steps[-1][0] if steps else action
             if (before.kind, action.kind) == ("F", "B") and before.stage != action.stage:
                 steps[-1] = action, before  # the backward begins
             else:
@@ -243,7 +248,7 @@ def in_this_context(call):
     """`call`, for another thread: torch keeps some settings per thread. It gets this one's device,
     stream, number of CPU threads and dispatch modes. no_grad, autocast and torch.device it does not
     get: enter these in the call."""
-    modes = _get_current_dispatch_mode_stack()  # FLOP counters, fake tensors
+    modes = _get_current_dispatch_mode_stack()  # the demo's Sent, FLOP counters, fake tensors
     compute_threads = torch.get_num_threads()
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
@@ -259,8 +264,8 @@ def in_this_context(call):
 
 
 def own_random_state():
-    """While the other call runs: afterwards this one draws random numbers as if it ran alone. So a
-    recomputed layer with nn.Dropout draws as in forward."""
+    """Around the other call's turn: afterwards this one draws random numbers as if it ran alone. So
+    a recomputed layer with nn.Dropout draws as in forward."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     return torch.random.fork_rng(devices)
 

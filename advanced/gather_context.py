@@ -1,17 +1,17 @@
 """Context parallelism without a ring: each rank gathers the keys and values of all tokens.
 
-Read context_parallel.py first, and copy it as well: this file uses its cut of the tokens, and its
-tiles. Each of N ranks holds some tokens of every sequence. In place of N - 1 hops around a ring one
-all-gather brings every rank all keys and values, and it attends to them with its own queries:
+Read context_parallel.py first: this file uses its cut of the tokens, and its tiles. Each of N ranks
+holds some tokens of every sequence. In place of N - 1 hops around a ring one all-gather brings
+every rank all keys and values, and it attends to them with its own queries:
 
-    rank 0    q0  k0 v0        all-gather    q0  k0 k1 k2  v0 v1 v2      rows of q0 of attention
-    rank 1    q1  k1 v1      ------------>   q1  k0 k1 k2  v0 v1 v2      rows of q1
-    rank 2    q2  k2 v2                      q2  k0 k1 k2  v0 v1 v2      rows of q2
+    rank 0    q0  k0 v0        all-gather    q0  k0 k1 k2  v0 v1 v2      attention of q0
+    rank 1    q1  k1 v1      ------------>   q1  k0 k1 k2  v0 v1 v2      attention of q1
+    rank 2    q2  k2 v2                      q2  k0 k1 k2  v0 v1 v2      attention of q2
 
 Sent      Per rank and block: K and V in forward, 2 r B T C_kv e bytes for B sequences of T tokens:
           r = (N-1)/N, C_kv is the width of K, e bytes per element. Their gradients in backward,
-          2 r B T C_kv e, and in the fast form, whose sums are float32 at least, 2 r B T C_kv a with
-          a = max(e, 4). A ring sends (4 r e + 2 a) B T C_kv in all. Once a step: 2 r P e, to
+          2 r B T C_kv e, and in the form in tiles, whose sums are float32 at least, 2 r B T C_kv a
+          with a = max(e, 4). A ring sends (4 r e + 2 a) B T C_kv in all. Once a step: 2 r P e, to
           all-reduce the gradients of all P parameters.
 Backward  Every rank used every key. So a key's gradient is the sum of all ranks' parts: a
           reduce-scatter adds them up, and gives each rank the gradients of its own keys.

@@ -17,7 +17,7 @@ Held      Weights and gradients whole, and 1/N of the optimizer's states: of a m
           element (the momentum), of AdamW's parameters two.
 Computed  Per step, on the owner: 20 m^2 n + 10 m^3 FLOPs for a matrix of m x n, m <= n. With m = n
           = 4096 and a million tokens a step that is 2% of the model's own 6 m n a token.
-Backward  The model's own. A matrix is reduced as soon as its gradient is there.
+Backward  The model's own. A matrix is reduced when its gradient is there, and those before it.
 Use       For the layers of a language model: a lower loss than AdamW's after as many tokens.
 Limits    More ranks than matrices are no faster. Keep weights in float32: in bfloat16 small steps
           and the decay round away.
@@ -64,8 +64,8 @@ def update_of(direction, p, dtype=None):
     (Moonlight), or less where many singular values are tiny. So both take the same learning rate
     and weight decay.
 
-    p is one matrix, or a stack of them. If it has p.matrix_rows, each so many of its rows are a
-    matrix: in the heads of q, k and v a head with small gradients then moves as far as others."""
+    p is one matrix, or a stack of them. With p.matrix_rows, so many rows at a time are a matrix of
+    their own: each head of q, k and v, so that one with small gradients moves as far as others."""
     rows = getattr(p, "matrix_rows", direction.shape[-2])
     matrices = direction.reshape(-1, rows, direction.shape[-1])  # one, or a stack of them
     # U V^T has the root mean square 1 / sqrt(longer side)
@@ -139,8 +139,8 @@ def step_by_owner(plain_muon, adamw, group):
         dist.broadcast(p.data, group=group, group_src=i % ranks)
 
 
-# --- the same in full: reductions during backward, broadcasts during the step, a norm in which each
-#     element counts once, where it is owned, owners with equal work, AdamW on 1/N of the rest
+# --- the same in full: messages travel during backward and step, owners have equal work, and each
+#     rank has 1/N of AdamW's states
 
 
 class Muon:
@@ -153,7 +153,8 @@ class Muon:
     step()       AdamW on this rank's pieces, Muon on its matrices. Each is sent once it is done.
                  Before it clip(grad_norm(), limit), if wanted
 
-    groups_of    beside another technique, as for DDP: advanced/composition.py. It also has `update`
+    groups_of    beside another technique, as for DDP: advanced/composition.py. If that cuts
+                 matrices, give its `update`, too
     options      of PlainMuon: momentum, dtype and update
 
     Before Muon(...): tie, cast and freeze weights, move the model to one device, and give all ranks
@@ -253,7 +254,8 @@ class Muon:
         self._start_full_buckets()
         self._wait()
         for bucket in self.buckets:
-            # The same rank of each column owns a bucket: all of a group have a part of it, or none
+            # A group of `partial` has the ranks at one place of their columns. All columns deal out
+            # buckets alike, so all of these ranks own a part of this one, or none does
             for group in bucket.partial if len(bucket.own_gradient) else ():
                 dist.all_reduce(bucket.own_gradient, group=group)
         self.finished = True

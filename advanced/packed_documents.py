@@ -12,8 +12,8 @@ Split     8 N equal chunks for N ranks, 8 for each. The chunk with the most work
 Sent      Per block K and V of the G tokens that a rank lends (one lent to two ranks counts twice),
           and dK and dV of the A tokens that it has borrowed. The plain form sends 2 (G + A) e C_kv
           bytes, and keeps borrowed keys for backward. DocumentRing borrows them twice, and sends
-          (4 G e + 2 A a) C_kv. C_kv is the width of K, e bytes per element, a = max(e, 4). It is
-          little where documents are short beside a chunk's T / 8N tokens.
+          (4 G e + 2 A a) C_kv. C_kv is the width of K, e bytes per element, a = max(e, 4). G and A
+          are small where documents are short beside a chunk's T / 8N tokens.
 Backward  As in the ring, tile by tile. A key's gradient goes straight to the rank that holds it.
 Cost      A kernel per tile, dozens in each layer: worth it from some hundred tokens a document. A
           plan for each batch, on the host: some milliseconds, 0.1 s for 64 thousand tokens.
@@ -43,7 +43,8 @@ def plain_document_attention(q, k, v, starts, held, group):
     """q, k, v (B, H, T', D) of this rank's tokens -> attention within documents (B, H, T', D).
 
     starts (B, T): where each token's document starts. held (n, T'): the positions of each rank's
-    tokens, consecutive ones, or those of deal_tokens below. Both on q's device."""
+    tokens, consecutive ones, or those of deal_tokens below. Both on q's device. A key that one row
+    needs is sent of all rows."""
     check_documents(starts)
     rank, ranks = dist.get_rank(group), range(dist.get_world_size(group))
 
@@ -52,7 +53,7 @@ def plain_document_attention(q, k, v, starts, held, group):
 
     kv = torch.cat((k, v), dim=-1).movedim(2, 0)  # (T', B, H, 2 D)
     sent = [kv[used(user, rank)] for user in ranks]
-    keys = [held[owner][used(rank, owner)] for owner in ranks]  # positions, of own keys, too
+    keys = [held[owner][used(rank, owner)] for owner in ranks]  # their positions
     counts = [len(part) for part in sent], [len(part) for part in keys]
     received = ExchangeKeys.apply(torch.cat(sent), *counts, group)
     k, v = received.movedim(0, 2).chunk(2, dim=-1)
@@ -91,8 +92,8 @@ class ExchangeKeys(torch.autograd.Function):
 
 class DocumentRing(Ring):
     """In place of attention's core, used as Ring: ring(q, k, v, starts). starts (B, T), on the
-    host, of whole sequences: where each token's document starts, as 0 0 0 3 3. positions() are
-    other ones for each batch. A token's position within its document: position - its start."""
+    host, of whole sequences: where each token's document starts, as 0 0 0 3 3. positions() differ
+    from batch to batch. A token's position within its document: position - its start."""
 
     chunks = 8  # per rank. More of them: more even, but more tiles, and more keys of others
 
@@ -134,7 +135,7 @@ class DocumentRingAttention(torch.autograd.Function):
         rank, n = dist.get_rank(group), dist.get_world_size(group)
         kv = torch.stack((k, v))
         dq, dkv = torch.zeros_like(q, dtype=lse.dtype), torch.zeros_like(kv, dtype=lse.dtype)
-        receive = lent = None  # waits for gradients that travel during the next tiles; their keys
+        receive = lent = None  # of gradients that travel during the next tiles: wait(), their keys
         for step, (owner, owner_kv) in enumerate(bring_used_keys(kv, group, plan)):
             part = dkv if step == 0 else torch.zeros_like(dkv)  # gradients of the owner's keys
             for tile in plan.tiles[owner]:
@@ -170,8 +171,9 @@ def bring_used_keys(kv, group, plan):
 
 
 def start_messages(sent, target, keys, source, group):
-    """Send keys and values, or their gradients: sent (2, B, H_kv, other keys, D). Receive some of
-    `keys` keys. Returns a function that waits for them. Empty messages don't travel."""
+    """Send keys and values, or their gradients, to `target`: sent (2, 1, H_kv, any number, D).
+    Receive those of `keys` keys from `source`. Returns a function that waits for them, and returns
+    them. Empty messages don't travel."""
     received = sent.new_empty(*sent.shape[:3], keys, sent.shape[-1])
     send = dist.P2POp(dist.isend, sent, group=group, group_peer=target)
     receive = dist.P2POp(dist.irecv, received, group=group, group_peer=source)
@@ -191,7 +193,7 @@ def start_messages(sent, target, keys, source, group):
 
 def deal_tokens(length, n, starts, even=True, multiple=1):
     """(n, T'): the positions that each rank of a ring of n holds. even=False: consecutive ones.
-    The rest is as in context_parallel.held_positions."""
+    length, multiple: as in context_parallel.held_positions."""
     per_rank = DocumentRing.chunks if even else 1
     size = math.ceil(length / (n * per_rank * multiple)) * multiple  # tokens per chunk
     chunks = torch.arange(n * per_rank * size).view(-1, size)
@@ -229,9 +231,9 @@ def own_tiles(held, starts):
 
 
 def other_tiles(queries, keys, starts):
-    """A rank's queries with another rank's keys, both given by their positions, in order. The other
-    one has no key within a run of this rank's tokens. So a run's queries of one document see the
-    same of its keys: a tile without a mask."""
+    """A rank's queries with another rank's keys, both given by their positions, in order. Within a
+    run of this rank's tokens there is no key of the other rank. So the run's queries of one
+    document all see the same of those keys: a tile without a mask."""
     tiles, real = [], queries[queries < starts.shape[1]]
     for row, start in enumerate(starts[:, real]):
         # Query i sees keys[first[i] : stop[i]], from its document's start up to itself
@@ -298,7 +300,7 @@ def check_starts(starts, q, n):
 
 
 def check_documents(starts):
-    """Such as documents' numbers (0 0 0 1 1), or positions in them (0 1 2 0 1)."""
+    """Refuses documents' numbers (0 0 0 1 1), or positions in documents (0 1 2 0 1), as starts."""
     at = torch.arange(starts.shape[1], device=starts.device)
     if not torch.equal(starts, torch.where(starts == at, at, 0).cummax(dim=1).values):
         raise ValueError("starts must hold, for each token, the position of its document's first")

@@ -1,6 +1,8 @@
 """Parameter servers: they hold the weights. Workers pull weights, compute a gradient and push it.
 
-    synchronous (rank 0 works as well)   asynchronous, with a staleness of at most 2
+Here rank 0 is the server. In a synchronous run it is a worker as well:
+
+    synchronous                          asynchronous, with a staleness of at most 2
     rank 0  compute       add, step      rank 1  pull          compute               push pull ...
     rank 1  compute push           pull  rank 2  pull compute push pull compute push (waits)
     rank 2  compute push           pull  rank 0                  step              step step
@@ -11,10 +13,10 @@ Synchronous   The server adds up the gradients of all ranks and takes one step. 
               as on one process. All ranks wait for the slowest.
 Asynchronous  The server takes a step with each gradient, as soon as it comes. Since that worker
               pulled, others may have caused some steps: their number is the gradient's staleness.
-              So each run differs. (The demo writes down the order of the pushes, and one process
-              repeats it.) To keep staleness within a bound, the server makes workers wait for
-              weights. Each worker has a fixed share of the batches. So a short delay is hidden, but
-              a worker that is always slow holds up all others.
+              The order of the pushes is chance, so each run differs. (The demo writes it down, and
+              one process repeats it.) To keep staleness within a bound, the server makes workers
+              wait for weights. Each worker has a fixed share of the batches. So a short delay is
+              hidden, but a worker that is always slow holds up all others.
 Sent          A worker pushes P e bytes of gradients and pulls P e bytes of weights: P parameters of
               e bytes each. The server sends (N-1) P e per step to the other N-1 ranks, or P e if
               asynchronous. If every rank served 1/N of the weights, this would be ZeRO stage 1.
@@ -22,7 +24,7 @@ Limits        In ddp.py's all-reduce a rank sends 2 (N-1)/N P e, no rank is a bo
               gradient is stale: take it for dense models on equal devices. The asynchronous
               server needs gloo, and weights on the CPU: nccl can't receive from whoever is first.
 
-    torchrun --nproc_per_node=4 -m advanced.parameter_server     (copied: with model.py alone)
+    torchrun --nproc_per_node=4 -m advanced.parameter_server     (needs model.py, to prove itself)
 
 Dean et al. 2012, Large scale distributed deep networks, section 4.1 (Downpour SGD: no bound). Ho et
 al. 2013, Stale synchronous parallel. Li et al. 2014, Scaling distributed machine learning with the
@@ -70,9 +72,9 @@ def pull(parameters, group):
 
 
 def push(parameters, group):
-    """Add up the gradients of all ranks on rank 0. Its caller then clips and steps; the others do
-    neither, and their p.grad becomes None. A parameter that no rank used gets zeros, not None, so
-    weight decay moves it."""
+    """Add up the gradients of all ranks in p.grad of rank 0, which then clips and steps. On the
+    other ranks p.grad becomes None. A parameter that no rank used gets zeros, not None, so weight
+    decay moves it."""
     parameters = [p for p in parameters if p.requires_grad]
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     message = flatten(gradients)
@@ -106,7 +108,7 @@ def set_gradients(parameters, message):
 
 
 def work(parameters, batches, backward, group):
-    """A worker: computes every W-th of the batches, the same list on all ranks, of W workers.
+    """One of W workers: it computes every W-th of `batches`, a list that is equal on all ranks.
     backward(batch) goes up to p.grad. Here pull and push talk to serve(), which answers each worker
     alone and takes a step with its gradient alone."""
     worker, workers = dist.get_rank(group) - 1, dist.get_world_size(group) - 1
@@ -122,8 +124,8 @@ def serve(parameters, steps, bound, take_step, group):
     staleness) of each step.
 
     steps: how many batches there are. bound: the largest staleness. With W workers take more than
-    W - 1, such as 2 W: then a fast worker runs ahead. W - 1 means rounds, as if it were
-    synchronous, and with less some workers always wait."""
+    W - 1, such as 2 W: then a fast worker can run ahead. With W - 1 all workers go in rounds, as if
+    synchronous, and with less some of them always wait."""
     parameters = [p for p in parameters if p.requires_grad]
     workers = range(1, dist.get_world_size(group))
     if bound < 0 or not workers:

@@ -1,9 +1,9 @@
 """Tensor and sequence parallelism, faster: Enter's message travels while backward computes.
 
-Read tensor_parallel.py first; "tokens split" is for sequence_parallel.py. A linear layer's backward
-gets dy, the gradient of its output, and computes dx, that of its input, and dW and db, those of its
-parameters. In those files autograd computes all three, and then calls Enter's backward, which sends
-dx and waits. But dW and db don't need what it sends:
+Read tensor_parallel.py first. "tokens split", gather_again: for sequence_parallel.py. A linear
+layer's backward gets dy, the gradient of its output, and computes dx, that of its input, and dW and
+db, those of its parameters. In those files autograd computes all three, and then calls Enter's
+backward, which sends dx and waits. But dW and db don't need what it sends:
 
     tensor_parallel.py   compute   dx | dW, db |                  | next layer
                          network               | all-reduce of dx |
@@ -13,16 +13,16 @@ dx and waits. But dW and db don't need what it sends:
     gather_again         compute   dx          | dW, db               | next layer
                          network   gather of x | reduce-scatter of dx |
 
-So Enter and the layers behind it become one autograd function, because within one function we
-choose the order. gather_again is the paper's own form (Korthikanti et al. 2022): hold this rank's
-T/t tokens of x until backward, instead of all T, and gather them once more.
+So Enter and the layers behind it become one autograd function: within it we choose the order.
+gather_again is the paper's own form (Korthikanti et al. 2022): hold this rank's T/t tokens of x
+until backward, instead of all T, and gather them once more.
 
 Sent      As in those files. gather_again sends (t-1)/t B T C e bytes more for each Enter.
-Limits    Leave's messages, and all in forward, are waited for. A message is hidden where the layers
-          behind one Enter have more than (t-1) e s / w outputs, before the cut, at s operations
-          and w bytes a second: on H100s (400 TFLOP/s, 450 GB/s), t = 8 and 16 bits 12,500, half of
-          it with tokens split. On GPUs set CUDA_DEVICE_MAX_CONNECTIONS=1, as Megatron-LM asks for:
-          else the message may start late.
+Limits    Leave's messages, and all in forward, are waited for. A message is hidden if dW takes as
+          long: if the layers behind one Enter have, on all t ranks together, (t-1) e s / w outputs
+          or more, at s operations and w bytes a second. On H100s (400 TFLOP/s, 450 GB/s) with t = 8
+          and 16 bits that is 12,500 outputs, and half of it with tokens split. On GPUs set
+          CUDA_DEVICE_MAX_CONNECTIONS=1, as Megatron-LM asks for: else the message may start late.
 
     torchrun --nproc_per_node=4 -m advanced.tensor_overlap
     (needs model.py, tensor_parallel.py and sequence_parallel.py)
@@ -77,7 +77,7 @@ def linears(x, parameters):
 
 
 def gradient_of_input(dys, weights):
-    """dy (B, T, out / t) of each layer -> dx (B, T, C), their sum of dy W."""
+    """dy (B, T, out / t) of each layer -> dx (B, T, C): the sum of dy W over the layers."""
     dx = None
     for dy, weight in zip(dys, weights):
         rows, weight = dy.flatten(0, -2), weight.to(dy.dtype)  # F.linear's cast, under autocast
@@ -100,9 +100,9 @@ def gradients_of_parameters(dys, x, needed):
 
 class EnterAndProject(nn.Module):
     """In place of Boundary(Enter, group) or Boundary(GatherTokens, group). It computes the layers
-    behind it too: x -> Outputs, {layer: its output}. Put each of `layers` where its
-    ColumnParallelLinear was: called with the Outputs, it returns its own. In between a model may
-    read the shape, and nothing else. Parameters stay the same tensors, for optimizers and ties.
+    behind it too: x -> Outputs, {layer: its output}. Put each of self.layers where its
+    ColumnParallelLinear was: called with the Outputs, it returns its own entry. In between a model
+    may read the shape, and nothing else. Parameters stay the same tensors, for optimizers and ties.
 
     With GatherTokens only:
     gather_again    hold x (B, T/t, C) instead of what was gathered
@@ -122,7 +122,7 @@ class EnterAndProject(nn.Module):
         # Only GatherLinears gathers again, in backward
         if plain and not (self.gather_again and torch.is_grad_enabled()):
             return Outputs(zip(self.layers, linears(self.enter(x), parameters)))
-        if torch.is_autocast_enabled(x.device.type):  # else F.linear casts, after this is sent
+        if torch.is_autocast_enabled(x.device.type):  # F.linear's cast, but before x is sent
             x = x.to(torch.get_autocast_dtype(x.device.type))
         if issubclass(self.enter.function, GatherTokens):
             options = self.enter.group, self.gather_again, self.reduce_scatter
@@ -289,8 +289,8 @@ class Order(TorchDispatchMode):
 
 
 def check_order(began, form, again):
-    """Backward begins with the head: dx, its message, then dW. Without overlap dW comes first, or
-    the gather."""
+    """Backward begins with the head: dx, its message, then dW, and before all of them the gather of
+    gather_again. Without overlap dW would come before the message."""
     expected = ["message"] * again + ["matmul", "message", "matmul"]
     began = began[: len(expected)]
     wrong = "" if began == expected else ": NOT proven, the order differs"

@@ -1,10 +1,10 @@
 """Ulysses: context parallelism that trades tokens for heads, around each attention.
 
-Read context_parallel.py first, and copy it as well: this file uses its cut of the tokens, and its
-ring. Each of N ranks holds T / N tokens of every sequence. Attention works on each head by itself.
-So all-to-alls bring a rank all tokens of H / N heads, it computes attention as one process would,
-and an all-to-all brings every token's result home. A rank has whole sequences of its heads, so
-causal work is even without a zigzag. With 2 ranks, 4 heads (a, b, c, d) and 6 tokens:
+Read context_parallel.py first: this file uses its cut of the tokens, and its ring. Each of N ranks
+holds T / N tokens of every sequence. Attention works on each head by itself. So all-to-alls bring a
+rank all tokens of H / N heads, it computes attention as one process would, and an all-to-all brings
+every token's result home. A rank has whole sequences of its heads, so causal work is even without a
+zigzag. With 2 ranks, 4 heads (a, b, c, d) and 6 tokens:
 
                     q, k, v: all heads      all-to-all: all tokens     all-to-all back
                     of 3 tokens             of 2 heads                 all heads of 3 tokens
@@ -16,7 +16,7 @@ causal work is even without a zigzag. With 2 ranks, 4 heads (a, b, c, d) and 6 t
 Sent      Q, K, V and the result once in forward, and their gradients in backward. Per rank and
           block 4 r (C + C_kv) e B T / N bytes for B sequences of T tokens: r = (N-1)/N, C and C_kv
           are the widths of Q and K (copies of kv-heads included), e bytes per element. A ring sends
-          4 r C_kv e B T and more. So with many ranks Ulysses sends less, but its messages can't
+          (4 r e + 2 a) C_kv B T. So with many ranks Ulysses sends less, but its messages can't
           overlap with attention. Once a step: 2 r P e, to all-reduce all P parameters' gradients.
 Backward  An all-to-all only moves data. So its backward is the all-to-all the other way.
 Limits    N must divide the heads. Where it doesn't divide the kv-heads, copies of them travel.
@@ -24,7 +24,7 @@ Limits    N must divide the heads. Where it doesn't divide the kv-heads, copies 
           R ranks with the same place in their groups form a ring. The U ranks of a group share the
           tokens that one rank of the ring would hold.
 
-    torchrun --nproc_per_node=4 -m advanced.ulysses
+    torchrun --nproc_per_node=4 -m advanced.ulysses     (needs model.py and context_parallel.py)
 
 Jacobs et al. 2023, DeepSpeed Ulysses, arXiv:2309.14509; with rings: Fang and Zhao 2024, USP,
 arXiv:2405.07719.
@@ -95,8 +95,8 @@ class Ulysses(nn.Module):
         self.core = core
 
     def positions(self, length, *starts):
-        """(T',): with a ring, this rank's part of the positions that a rank of the ring alone would
-        hold; otherwise T / N consecutive ones. starts: for packed_documents.py."""
+        """(T',): T / N consecutive positions; with a ring this rank's 1/U of those that a rank of
+        the ring would hold without Ulysses. starts: for a ring of packed_documents.py."""
         if not isinstance(self.core, Ring):
             return held_positions(length, self.rank, self.n, zigzag=False)
         return self.core.positions(length, *starts, multiple=self.n).chunk(self.n)[self.rank]
@@ -187,7 +187,7 @@ def formula(config, core, tokens):
     head = config.head_dim
     c, c_kv = config.heads * head, math.lcm(config.kv_heads, u) * head  # C_kv: with copies
     sent, text = 4 * (u - 1) / u * (c + c_kv) * e * tokens, "L (4 r (C + C_kv) e B T / N"
-    if isinstance(core.core, Ring):  # r here: R has (R-1)/R, and U (U-1)/U
+    if isinstance(core.core, Ring):  # r: above (U-1)/U, here (R-1)/R
         hops = 4 * (1 - u / n) + (2 if n > u else 0)  # a ring of one rank sends nothing
         sent += hops * c_kv / u * e * tokens * n
         text += " + (4 r e + 2 a) B T C_kv / U"

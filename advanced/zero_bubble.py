@@ -16,10 +16,11 @@ Schedules zb-h1  1F1B's memory, and a third of its bubble
           zb-h2  no bubble, nearly twice the memory
           zb-v   no bubble, 1F1B's memory; two stages per rank, so twice as many messages
 Sent      As in pipeline.py: b T C e bytes per micro-batch, boundary and direction.
-Limits    "No bubble" needs F = I = W and at least 2 p - 1 micro-batches on p ranks. It is between a
-          rank's first action and its last. The waits before and after stay, because clipping's
-          norm waits for all ranks. So a step with zb-h2 is no faster than with zb-h1, and slower
-          with few micro-batches (p = m = 8: 34 units, zb-h1 31). More: docs/learn/pipelines.md.
+Limits    "No bubble" needs F = I = W and at least 2 p - 1 micro-batches on p ranks. It means no
+          wait between a rank's first action and its last. Those before and after stay, because
+          clipping's norm waits for all ranks. So a step with zb-h2 is no faster than with zb-h1,
+          and slower with few micro-batches (p = m = 8: 34 units, zb-h1 31). More:
+          docs/learn/pipelines.md.
 
     torchrun --nproc_per_node=4 -m advanced.zero_bubble    (needs model.py and pipeline.py)
 
@@ -46,8 +47,9 @@ class InputGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, keep):
-        # x twice: so torch refuses a checkpointed layer, whose second run is outside the store. It
-        # compares how many tensors both runs save. Else it could take the transpose for A
+        # x twice, so that torch refuses a checkpointed layer. Its second run is outside the store:
+        # F.linear saves x and the transpose of A, which could be taken for A. Torch compares only
+        # how many tensors the two runs save, and their shapes
         ctx.save_for_backward(x, weight, x)
         ctx.keep = keep
         return F.linear(x, weight)
@@ -80,7 +82,7 @@ class WeightGradStore(TorchFunctionMode):
         store = WeightGradStore()
         with store:
             loss = F.cross_entropy(model(x), targets, reduction="sum") / target_count
-            loss.backward()  # I: gradients of inputs, biases, norms and embeddings
+        loss.backward()  # I: gradients of inputs, biases, norms and embeddings
         store.accumulate()  # W: gradients of weights. Without this line they are missing
 
     All other weight gradients are part of I: those of other functions, of a weight that is computed
@@ -106,8 +108,8 @@ class WeightGradStore(TorchFunctionMode):
         return y if bias is None else y + bias
 
     def can_defer(self, x, weight):
-        """Whether autograd would compute this weight's gradient, and the weight is a parameter or a
-        view of one."""
+        """Whether autograd would compute this weight's gradient, the weight is a parameter or a
+        view of one, and x needs a gradient: else backward would not come to keep()."""
         base = weight if weight._base is None else weight._base
         if not isinstance(base, nn.Parameter) or torch.is_autocast_enabled(x.device.type):
             return False  # under autocast W would not be cast
@@ -155,13 +157,13 @@ def plain_zero_bubble(stage, row, inputs, targets, loss_fn, like, down, up):
             return stage(x)
 
     def forwards_and_backwards():
-        """What plain_pipeline runs. It asks for the next letter when it has sent I's x.grad: so W
-        runs meanwhile."""
+        """The letters for plain_pipeline. It asks for the next one when I's x.grad is on its way:
+        so W runs meanwhile."""
         for kind in row:
             if kind == "W":
                 stores.popleft().accumulate()
             else:
-                yield kind  # to it, I is a backward
+                yield kind  # plain_pipeline takes I for a backward
 
     return plain_pipeline(
         forward, forwards_and_backwards(), inputs, targets, loss_fn, like, down, up
@@ -181,6 +183,7 @@ class SplitPipeline(Pipeline):
     def __init__(self, *args, around=contextlib.nullcontext, make_store=WeightGradStore, **options):
         super().__init__(*args, **options)
         self.around, self.make_store = around, make_store
+        # Whose backward is in two parts. A row may have whole ones as well (dualpipe.py)
         self.split = {(a.stage, a.microbatch) for a in self.row if a.kind == "W"}
         self.stores = {}  # {(stage, micro-batch): its WeightGradStore, from F to W}
 
@@ -198,7 +201,7 @@ class SplitPipeline(Pipeline):
             self.stores[stage, m] = self.make_store()
         if kind == "W":
             return self.stores.pop((stage, m)).accumulate()
-        with self.stores[stage, m]:
+        with self.stores[stage, m]:  # in I too: trainer/split_backward.py's acts in backward
             return super().compute(action, received)
 
 
@@ -274,8 +277,9 @@ def check_bubble(make_row, microbatches):
     }[make_row.__name__]
     wrong = m >= least and waited != formula
     if dist.get_rank() == 0:
-        verdict = "NOT proven: the bubble differs" if wrong else f"from {least} micro-batches"
-        print(f"a rank waits {waited} units at most, {text} = {formula}: {verdict}")
+        verdict = ": NOT proven, the bubble differs" if wrong else ""
+        since = f"from {least} micro-batches on {text} = {formula}"
+        print(f"with {m} micro-batches a rank waits {waited} units at most, {since}{verdict}")
     if wrong:
         leave(1)
 
