@@ -217,6 +217,9 @@ class Judge:
             of_rank = {rank: names for rank, names in of_rank.items() if names}
             if of_rank and what not in self.said:
                 self.said.add(what)
+                if what == "loss":  # [step]. NaN spreads: said is where it began
+                    step = min(names[0] for names in of_rank.values())
+                    of_rank = {rank: names for rank, names in of_rank.items() if names == [step]}
                 names = [*dict.fromkeys(name for names in of_rank.values() for name in names)]
                 # Backward runs from the last parameter to the first
                 first = {"loss": "", "gradient": f" of {names[-1]}", "weight": f" of {names[0]}"}

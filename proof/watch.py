@@ -156,7 +156,7 @@ class Watch:
                 if not finite and gradients and not bad:
                     loss = None  # torch's pipelining first tries a backward on unset memory
                 elif not finite:
-                    self.bad.setdefault("loss", [f"of step {step}: {loss}"])
+                    self.bad.setdefault("loss", [step])
             if watched:
                 self.note = {"step": step, "loss": loss, "with": [*gradients]}
 
@@ -200,7 +200,7 @@ class Watch:
             named = self.models.parameters()
             if "weight" not in self.bad and (bad := replicas.not_finite(named)):
                 self.bad["weight"] = bad
-            note |= {"weights": replicas.marks(named), "not finite": self.bad}
+            note |= {"weights": replicas.marks(named), "not finite": dict(self.bad)}
             self.tell(f"step {note['step']}", note)
 
     def tell(self, name, data):

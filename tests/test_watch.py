@@ -260,6 +260,30 @@ def test_the_first_nan():
     assert "in step 1 the weight of 2.weight is not finite on rank 1" in ranks.end()
 
 
+NAN_IN_STEP_3 = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(1, 9):
+    x = torch.ones(2, 4)
+    if step == 3 and dist.get_rank() == 1:
+        x[0, 0] = float("inf")
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+def test_the_first_nan_in_a_step_that_is_not_watched(tmp_path):
+    """By the next step it is everywhere."""
+    script = tmp_path / "loop.py"
+    script.write_text(NAN_IN_STEP_3)
+    _, said, _ = watch(tmp_path, script, 2)
+    assert "in step 3 the loss is not finite on rank 1\n" in said
+
+
 def test_a_loss_that_ranks_disagree_on():
     ranks = Ranks([replica(), replica()])
     ranks.step(same_update)
