@@ -26,7 +26,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 COPIES = ROOT / "runs"
 # Of train.py: a model that trains in a second. SGD, as AdamW hides a gradient of the wrong scale
 SMALL = "--layers 2 --heads 2 --width 32 --context 16 --batch 8 --steps 2 --dtype float64"
-SMALL += " --optimizer sgd --lr 0.3 --data model.py --device cpu --timeout 60"
+SMALL += " --optimizer sgd --lr 0.3 --data LICENSE --device cpu --timeout 60"
 
 
 class Exercise(NamedTuple):
@@ -139,7 +139,7 @@ def plant(bug, folder):
     text = bug.planted()
     unfinished = folder.with_name(folder.name + ".unfinished")
     try:
-        for source in [*ROOT.glob("*.py"), *ROOT.glob("*/*.py")]:
+        for source in [ROOT / "LICENSE", *ROOT.glob("*.py"), *ROOT.glob("*/*.py")]:
             target = unfinished / source.relative_to(ROOT)
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(source.read_bytes())

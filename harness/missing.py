@@ -102,7 +102,7 @@ def failed(error, store, rank):
         isinstance(error, (MemoryError, torch.OutOfMemoryError)) or NO_MEMORY in str(error).lower()
     ):
         name = traceback.extract_tb(error.__traceback__)[-1].name
-        advice = "docs/learn/memory.md says which flags make a run smaller"
+        advice = "docs/fix/troubleshooting.md (out of memory) says which flags make a run smaller"
         say(f"rank {rank} found no memory left in {name}(): {advice}")
     else:
         trace = "".join(traceback.format_exception(error))

@@ -12,7 +12,7 @@ from harness.refusal import NOBODY_READS, Refused, refuse
 
 
 class Rank:
-    """One rank's flags, number and device: all that a demo needs that does not train."""
+    """One rank's flags, number and device: all that train.py needs that does not train."""
 
     def __init__(self, args, rank, world, device):
         self.args, self.rank, self.world, self.device = args, rank, world, device

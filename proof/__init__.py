@@ -7,7 +7,7 @@ import importlib
 
 
 def __getattr__(name):
-    """proof.Run and proof.launch, which train.py and the lessons' demos start with."""
+    """proof.Run and proof.launch, which train.py starts with."""
     if name in ("Run", "launch"):
         return getattr(importlib.import_module("proof.run"), name)
     raise AttributeError(f"module 'proof' has no attribute {name!r}")

@@ -1,6 +1,6 @@
 """A run: the bookkeeping of one rank's steps, and their proof.
 
-`launch` calls a demo on every rank, with a `Run`. The demo has the training loop, and calls
+`launch` calls train.py's `train` on every rank, with a `Run`. It has the training loop, and calls
 
     for step in run.steps(optimizer):           sets the learning rate, measures step 2, proves
         ...                                     forward, backward, sum of the gradients, norm

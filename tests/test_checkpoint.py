@@ -175,9 +175,9 @@ BROKEN = {
     "crc32 differs": lambda folder: flip(folder / FILE, -5),
     f"{FILE} was changed": lambda folder: os.truncate(folder / FILE, 1000),
     "No such file .* '": lambda folder: os.unlink(folder / FILE),
-    "index.json can't be read .*No such file": lambda folder: os.unlink(folder / "index.json"),
+    "index.json is broken .*No such file": lambda folder: os.unlink(folder / "index.json"),
     "its index.json was changed": lambda folder: flip(folder / "index.json", -3),
-    "its index.json can't be read .*line 1": lambda folder: os.truncate(folder / "index.json", 99),
+    "its index.json is broken .*line 1": lambda folder: os.truncate(folder / "index.json", 99),
     "crc32 or step differs": lambda folder: shutil.copytree(
         folder.parent / "step-00000001", folder, dirs_exist_ok=True
     ),

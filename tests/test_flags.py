@@ -5,12 +5,11 @@ import importlib
 import sys
 
 import pytest
-from test_house import ON_HARNESS
 from torch.distributed.run import get_args_parser
 
 WITHOUT_TORCHRUN = {"--help", "--nproc"}  # how many processes to start where torchrun starts none
 
-SCRIPTS = [*ON_HARNESS, "train"]
+SCRIPTS = ["train"]
 
 
 def parser_of(script, monkeypatch):

@@ -14,8 +14,6 @@ TECHNIQUES += ["tensor_parallel", "sequence_parallel", "tensor_overlap"]
 TECHNIQUES += ["pipeline", "zero_bubble", "dualpipe", "context_parallel", "packed_documents"]
 TECHNIQUES += ["ulysses", "gather_context", "expert_parallel", "muon", "diloco"]
 TECHNIQUES += ["composition"]
-# Those whose demos stand on the harness; the others need model.py alone
-ON_HARNESS = [n for n in TECHNIQUES if "\nimport harness\n" in lesson_file(n).read_text()]
 # Lessons whose tops build on others
 BUILDS_ON = {"zero_bubble": ["pipeline"], "sequence_parallel": ["tensor_parallel"]}
 BUILDS_ON |= {"tensor_overlap": ["sequence_parallel", "tensor_parallel"], "fsdp": ["zero"]}
@@ -61,7 +59,7 @@ CEILINGS = {
     "benchmarks": 2525,
 }
 DEMO = "# --- demo ---"
-# Demos that a lesson runs for another one, as `ddp.py --sync server`, and parts of demos
+# Demos that a lesson runs for another one, and parts of demos
 HANDED_OVER = {"sequence_parallel.check_tokens", "pipeline.train"}
 
 

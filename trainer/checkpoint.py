@@ -403,7 +403,7 @@ def read_index(path):
     except (OSError, ValueError, LookupError, TypeError) as e:
         if is_unreadable(e):
             raise
-        raise ValueError(f"its index.json can't be read ({e})") from e
+        raise ValueError(f"its index.json is broken ({e})") from e
     if not intact:
         raise ValueError("its index.json was changed, its crc32 or step differs")
     return index
