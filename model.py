@@ -512,31 +512,22 @@ class OneProcess:
         the largest element of each tensor. named: this rank's (name, parameter). A parameter may be
         a shard, and end in padding: p.placement["cuts"] = {dimension: (group, start, length)} says
         of what. A gradient that is None is another rank's."""
-        found = {"gradient": [], "weight": [], "loss": [("", loss, loss_alone)]}
-        of_one_process = dict(self.model.named_parameters())
+        whole = dict(self.model.named_parameters())
+        worst = {"gradient": (0.0, ""), "weight": (0.0, "")}
         for name, p in named:
-            whole = of_one_process[name]
-            pairs = {"gradient": (p.grad, whole.grad), "weight": (p.data, whole.data)}
-            for kind, (ours, alone) in pairs.items():
-                if ours is None:
-                    continue
-                for dim, (_, start, length) in getattr(p, "placement", {}).get("cuts", {}).items():
-                    ours, alone = ours.narrow(dim, 0, length), alone.narrow(dim, start, length)
-                found[kind].append((name, ours, alone))
-        largest = {}
-        for kind, tensors in found.items():
-            worst = 0.0, ""
-            for name, ours, alone in tensors:
-                if alone.numel() > 0:
-                    error = (ours - alone).abs().max() / alone.abs().max().clamp(min=1e-30)
-                    worst = max(worst, (error.nan_to_num(torch.inf).item(), f"{kind} {name}"))
-            on_ranks = [None] * dist.get_world_size()
-            dist.all_gather_object(on_ranks, worst)
-            largest[kind] = max(on_ranks)
-        self.worst = max(self.worst, *largest.values())
+            q, cuts = whole[name], getattr(p, "placement", {}).get("cuts", {})
+            for kind, ours, alone in ("gradient", p.grad, q.grad), ("weight", p.data, q.data):
+                if ours is not None:
+                    error = difference(ours, alone, cuts), f"{kind} {name}"
+                    worst[kind] = max(worst[kind], error)
+        worst["loss"] = difference(loss, loss_alone), "loss"
+        on_ranks = [None] * dist.get_world_size()
+        dist.all_gather_object(on_ranks, worst)
+        worst = {kind: max(found[kind] for found in on_ranks) for kind in worst}
+        self.worst = max(self.worst, *worst.values())
         if dist.get_rank() == 0:
             text = f"step {step + 1}  loss {loss:.6f}, on one process {loss_alone:.6f}"
-            apart = f"gradients by {largest['gradient'][0]:.1e}, weights {largest['weight'][0]:.1e}"
+            apart = f"gradients by {worst['gradient'][0]:.1e}, weights {worst['weight'][0]:.1e}"
             print(f"{text}, apart: {apart}")
 
     def prove(self, sent, text, formula):
@@ -556,3 +547,13 @@ class OneProcess:
             print(f"sent {bytes_sent:,.0f} bytes ({calls}), {text} = {expected:,.0f}: {verdict}\n")
         if verdict.startswith("NOT"):
             leave(1)
+
+
+def difference(ours, alone, cuts=()):
+    """The largest difference of two elements, relative to the largest element. cuts: of `ours`."""
+    for dim, (_, start, length) in dict(cuts).items():
+        ours, alone = ours.narrow(dim, 0, length), alone.narrow(dim, start, length)
+    if alone.numel() == 0:
+        return 0.0
+    error = (ours - alone).abs().max() / alone.abs().max().clamp(min=1e-30)
+    return error.nan_to_num(torch.inf).item()
