@@ -12,17 +12,18 @@ and pp outermost. Here dp 2, tp 2, pp 2 on 8 ranks:
              dp  same weights, other data    0 2 | 1 3 | 4 6 | 5 7
              pp  consecutive layers          0 4 | 1 5 | 2 6 | 3 7
 
-cp splits each sequence over ranks with the same weights, whose gradients are summed, too. ep deals
-out experts over these dp x cp ranks (with --fold-experts over tp, too). --islands N is outermost: N
-meshes that average rarely (diloco.py). `mesh` has all groups.
+cp splits each sequence over ranks with the same weights: gradients are summed over dp x cp ranks.
+ep deals out experts over the same dp x cp ranks (with --fold-experts over tp, too). --islands N is
+outermost: N meshes that average rarely (diloco.py). `mesh` makes all groups.
 
 Batch, loss and gradient norm are global: --batch counts the sequences of all ranks, the loss is the
 sum over all tokens divided by their number, and the norm counts every parameter once. So every
-layout has the same loss curve, to rounding; only islands have their own. Of a model below 20
-million parameters three steps are compared with one process (--prove). docs/use/choose.md says
+layout has the same loss curve, to rounding; only islands have their own. If a model has less than
+20 million parameters, three steps are compared with one process (--prove). docs/use/choose.md says
 which layout to take. Without torchrun train.py starts the processes itself.
 
-To read: `mesh`, `build` (a recipe), `train_step`. Its forward_backward is in trainer/runner.py.
+Read first `mesh`, then `build`, which cuts the model, `data_parallel` and `train_step`. The passes
+of a step, runner.forward_backward, are in trainer/runner.py.
 
     torchrun --nproc_per_node=8 train.py --dp 2 --tp 2 --pp 2
     python train.py --dp 2 --cp 2 --tp 2 --pp 2 --ep 4 --experts 8 --sp --zero 1     # 16 ranks
@@ -91,7 +92,7 @@ def train(run, schedule=None):
     runner = Runner(run, schedule, groups, model, optimizer)
     tracking.describe(run, schedule)
 
-    # What goes with training. Each does nothing unless its flags ask for it
+    # These do nothing unless their flags ask for it
     averaging = islands.make(run, model, optimizer, groups)
     checkpoints = saving.Saver(run, model, optimizer, averaging)
     first = checkpoints.load_newest()  # with --resume. The step to begin with
@@ -106,7 +107,7 @@ def train(run, schedule=None):
                 run.log(tracking.mfu(run))
             mixture.rebalance(model, runner.sum_load, taken)  # moves routers' biases
             averaging.average_if_due(step)  # --islands
-            log_row(run.history[-1])  # run.log's; an empty one if the step was skipped
+            log_row(run.history[-1])  # run.log's last row; an empty one if the step was skipped
             if checkpoints.save_if_due(step + 1):
                 return run.code  # a rank received a signal to stop
             if validation.due(args, step):
@@ -131,12 +132,12 @@ def train_step(runner, batches):
     loss = runner.forward_backward(batches)
     optimizer.finish()  # waits for the gradients' sums over replicas, which began in backward
     harness.sum_over([groups["dp"], groups["pp"]], loss)  # of all tokens, on every rank
-    # The norm of the whole gradient. dp ranks have copies or ZeRO's shards, tp ranks other shards,
-    # pp ranks other layers
+    # The norm of the whole gradient. dp ranks have copies of it, or ZeRO's shards; tp ranks have
+    # their rows or columns, pp ranks their layers
     parts, grid = optimizer.gradient_parts(), [groups["dp"], groups["tp"]]
     norm = composition.norm_in_grid(parts, grid, groups["pp"])
-    # If loss or norm is not finite the optimizer's step will change nothing: it gets a tensor
-    # found_inf. So the host can queue the step now, and wait for both numbers at the end
+    # If loss or norm is not finite, step() must change nothing. It learns that on the device, from
+    # a tensor found_inf. So the host queues the step unknowing, and waits for both at the end
     all_finite = runner.check(batches, loss, norm)
     optimizer.clip(norm, runner.run.args.grad_clip)
     optimizer.step()
@@ -153,15 +154,16 @@ def mesh(args, schedule):
     dp               replicas of the same weights: dp x cp ranks (the picture has cp 1)
     cp               ranks that share sequences; ring, ulysses: its two dimensions, if it has two
     ep, copies       ranks that together hold all experts once; ranks with the same experts
-    inside, across   --zero-ranks: ranks that together hold the states once; with the same shard
-    tied             the pp ranks, one or two, with a tied matrix: their gradients of it add up
+    inside, across   --zero-ranks: ranks that together hold the states once; ranks with the same
+                     shard of them
+    tied             the pp ranks with a tied matrix, one or two: their gradients of it add up
     island, islands  ranks of one island; ranks with the same place in every island
     down, up         a pipeline's activations and gradients, each to later ranks and to earlier ones
                      (where a rank has an early and a late stage, as in zb-v)"""
     size = args.islands, args.pp, args.dp, args.cp, args.tp
     ranks = torch.arange(math.prod(size)).view(size)  # (islands, pp, dp, cp, tp)
-    # Views of them with the ranks of a group last: each row is one group. "..." is islands. The
-    # numbers are the groups in the picture on top
+    # In each view the last dimension is one group's ranks. "..." is islands; the numbers are the
+    # groups in the picture on top
     dp = ranks.flatten(-3, -2).transpose(-2, -1)  # (..., pp, tp, dp cp): 0 2 | 1 3 | 4 6 | 5 7
     cp = ranks.transpose(-2, -1).unflatten(-1, cp_shape(args))  # (..., pp, dp, tp, ring, ulysses)
     experts = ranks.flatten(-3) if args.fold_experts else dp  # (..., pp, dp cp tp), or as dp
@@ -178,19 +180,20 @@ def mesh(args, schedule):
         views |= zero_flags.split_ranks(dp, args.zero_ranks, copies if args.ep > 1 else None)
     if args.islands > 1:
         views |= {"island": ranks.flatten(1), "islands": ranks.flatten(1).T}
-
-    def own_group(view):  # makes a group of each row. Returns this rank's, or None
-        own = None
-        for row in view.flatten(0, -2).tolist():
-            group = dist.new_group(sorted(set(row)))  # `tied` may name a rank twice
-            if dist.get_rank() in row:
-                own = group
-        return own
-
     groups = {name: own_group(view) for name, view in views.items()}
     # nccl sends a group's messages one after the other: in fewer groups two could block each other
     links = [own_group(pp) for _ in range(4)]
     return groups | {"down": links[:2], "up": links[2:]}
+
+
+def own_group(view):
+    """Make a group of each row (..., ranks of a group). Returns this rank's, or None."""
+    own = None
+    for row in view.flatten(0, -2).tolist():
+        group = dist.new_group(sorted(set(row)))  # `tied` may name a rank twice
+        if dist.get_rank() in row:
+            own = group
+    return own
 
 
 # --- the model
@@ -201,10 +204,10 @@ def build(run, schedule, groups):
 
     Each technique replaces modules in place, and notes in p.placement which part of p is here, and
     over which ranks its gradient is summed (composition.py). Data parallelism, the norm and
-    checkpoints read only that. So cuts come first (stages, tp, the loss, cp, ep), then what runs a
-    whole block: recomputation, then torch.compile."""
+    checkpoints read nothing else of the techniques. The order: first the cuts (stages, tp, the
+    loss, cp, ep), then what wraps a whole block: recomputation, then torch.compile."""
     args, tp, cp = run.args, groups["tp"], groups["cp"]
-    turns = dualpipe.Turns()  # dualpipev: while a micro-batch waits for experts another computes
+    turns = dualpipe.Turns()  # --schedule dualpipev: while one micro-batch waits another computes
     stages = schedule.stages(dist.get_rank(groups["pp"]))
     layers = receipts.pipeline.stage_layers(run.config, schedule.last + 1)  # balanced by FLOPs
     parts = harness.split(run.meta_model, layers, stages, groups["tied"])
@@ -241,12 +244,12 @@ def build(run, schedule, groups):
 
 def data_parallel(run, model, groups):
     """Returns the object that sums gradients over the replicas and takes the step: DDP with an
-    optimizer of torch's, Muon, ZeRO or FSDP. It also fills the model with weights, because ZeRO and
-    FSDP do that piece by piece. All four have the methods of DDPAndOptimizer, below."""
+    optimizer of torch's, Muon, ZeRO or FSDP. All four have the methods of DDPAndOptimizer, below.
+    The weights are filled in here too, because ZeRO and FSDP do that piece by piece."""
     args, dp = run.args, zero_flags.data_group(groups, "dp")
     groups_of = composition.groups_in_grid(model.parameters(), dp)
     draw = pretrained.Folder(args.init_from, run.config).draw if args.init_from else initialize.draw
-    # Mixed precision needs ZeRO, if only its stage 0, which keeps master weights in --dtype
+    # Mixed precision takes ZeRO in any case, with --zero 0 its stage 0: it has master weights
     one_dtype = args.dtype == args.param_dtype == args.reduce_dtype
     if args.zero == 0 and one_dtype and not args.offload:
         run.fill(model, draw)
@@ -257,16 +260,17 @@ def data_parallel(run, model, groups):
         sync = ddp.DDP(model.uses(), dp, args.microbatches, bucket_bytes, **options)
         return DDPAndOptimizer(sync, harness.make_optimizer(model.parameters(), args))
 
-    # A rank's stages take turns in backward: Muon, ZeRO and FSDP count each one's passes
-    stages = {int(stage): part for stage, part in model.parts.items()}
     if args.optimizer == "muon":
         run.fill(model, draw)
         run.make_optimizer = receipts.muon.one_process(muon.PlainMuon)  # --prove trains with it
-        matrices = [p for part in stages.values() for p in part.blocks.parameters() if p.dim() > 1]
+        blocks = [part.blocks for part in model.parts.values()]
+        matrices = [p for part in blocks for p in part.parameters() if p.dim() > 1]
         options = dict(lr=args.lr, weight_decay=args.weight_decay, microbatches=args.microbatches)
         options |= dict(groups_of=groups_of, update=composition.on_whole_matrices(muon.update_of))
         return muon.Muon(model.uses(), dp, matrices, **options)
 
+    # A rank's stages take turns in backward: ZeRO and FSDP count the passes of each
+    stages = {int(stage): part for stage, part in model.parts.items()}
     options = dict(
         make_optimizer=functools.partial(harness.make_optimizer, args=args),
         microbatches=args.microbatches,
@@ -278,8 +282,8 @@ def data_parallel(run, model, groups):
     if args.zero == 3:
         return fsdp.FSDP(stages, dp, **options)
     sharded = zero.ZeRO(stages, dp, args.zero, **options)
-    # Overlap: a unit waits for its new weights only in its next forward. Not with islands, which
-    # read all weights before that
+    # Overlap: each unit (a block, for example) waits for its new weights only in its next forward.
+    # Not with islands, which read all weights before that
     if args.islands == 1:
         units = [unit for part in stages.values() for unit in fsdp.default_units(part)]
         zero_options.wait_in_forward(sharded, units)
@@ -292,10 +296,12 @@ class DDPAndOptimizer:
     def __init__(self, sync, optimizer):
         self.sync, self.optimizer = sync, optimizer
         self.param_groups = optimizer.param_groups  # for learning rates
-        # Starts a step: from here on backward passes start sums
-        self.zero_grad = sync.zero_grad
-        # Waits for the sums. Then p.grad, or ZeRO's shard of it, is that of the batch
-        self.finish = sync.finish
+
+    def zero_grad(self):  # begins a step: from here on backward passes start sums
+        self.sync.zero_grad()
+
+    def finish(self):  # waits for the sums: p.grad, or ZeRO's shard of it, is then the batch's
+        self.sync.finish()
 
     def gradient_parts(self):  # for the norm
         return composition.whole_gradients(self.sync.parameters)
@@ -314,13 +320,14 @@ class DDPAndOptimizer:
 
 
 def flags():
-    p = harness.parser(__doc__, steps=200, lr=3e-3, warmup=20, microbatches=None, tokenizer=None)
+    defaults = dict(steps=200, lr=3e-3, warmup=20, microbatches=None, tokenizer=None)
+    parser = harness.parser(__doc__, **defaults)
     for module in (layout, validation, saving, sampling, tracking, recording, pretrained):
-        module.add_flags(p)
-    command.add_flags(p)  # --dry-run, --plan
-    islands.add_flags(p)
-    p.hide_rare()  # -h shows the usual ones, --help-all all
-    return p
+        module.add_flags(parser)
+    command.add_flags(parser)  # --dry-run, --plan
+    islands.add_flags(parser)
+    parser.hide_rare()  # -h shows the usual ones, --help-all all
+    return parser
 
 
 def main():

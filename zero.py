@@ -6,9 +6,9 @@
       2    gradients too         ########  ##         ##         2 + 2/N + 12/N       (1+m) r P e
       3    weights too: fsdp.py  ##        ##         ##         2/N + 2/N + 12/N     3 m r P e
 
-P parameters of e bytes on N ranks (drawn: 4), m micro-batches, r = (N-1)/N. Bytes that a rank
-holds: 2 for a 16-bit weight, 2 for its gradient, 12 for its 32-bit master copy and Adam's two
-moments.
+A bar is what one of 4 ranks holds. P parameters of e bytes, N ranks, m micro-batches, r = (N-1)/N.
+Bytes: 2 for a 16-bit weight, 2 for its gradient, and 12 for the optimizer: a 32-bit master copy of
+the weight, and Adam's two moments.
 
     parameters   | up           | bias | wk     | wq      |//|    all in one flat tensor
     shards       | rank 0   | rank 1   | rank 2   | rank 3   |    N equal shards; // is padding
@@ -54,14 +54,14 @@ class PlainZeRO:
     zero_grad()  begins a step. Then backward for each micro-batch
     reduce()     stage 1: after the last backward. Stage 2: after each. Then this rank's shard of
                  the gradients stays
-    clip         by the norm over all ranks: norm_of_shards([shard.grad], group)
-    step()       ends it
+    step()       ends it. To clip before it: norm_of_shards([shard.grad], group) is the norm over
+                 all ranks
 
     All ranks start with equal weights. The optimizer sees one flat shard: it can't leave vectors
-    out of weight decay, for example. Its states are 1/N throughout. But in reduce() a rank holds
-    all gradients twice, in p.grad and in the flat tensor that it sends: more than DDP. So here
-    stage 2 saves memory between passes only. ZeRO, below, holds about two buckets of gradients, if
-    they come in the reverse order of the parameters."""
+    out of weight decay, for example. Its states are 1/N of DDP's. Gradients take more than DDP's
+    while reduce() runs: they are there twice, in p.grad and in the flat tensor that it sends. So
+    here stage 2 saves memory between passes only. In stage 2 of ZeRO, below, about two buckets are
+    whole at a time, if gradients come in the reverse order of the parameters."""
 
     def __init__(self, model, group, make_optimizer):
         self.group, self.parameters = group, list(model.parameters())
@@ -121,29 +121,30 @@ OTHER_LOSS = "or another network's loss reached this one (a GAN): freeze it in t
 class ZeRO:
     """Trains `model` over `group`, its data-parallel ranks, in stage 0, 1 or 2.
 
-    A step is zero_grad(), `microbatches` backward passes, step(). A scheduler goes on
-    zero.optimizer. To clip before step(): clip(grad_norm(), limit). torch's clip_grad_norm_ finds
-    no p.grad, and does nothing, silently.
+    A step is zero_grad(), `microbatches` backward passes, step(). A learning-rate scheduler takes
+    zero.optimizer. To clip before step(): clip(grad_norm(), limit). Not torch's clip_grad_norm_: it
+    finds no p.grad, and does nothing, silently.
 
     make_optimizer  called with a list of this rank's pieces of parameters, to be treated element by
                     element. piece.param_name is the parameter's name: for weight decay by name
     microbatches    backward passes of a step
     bucket_bytes    of the largest bucket; a larger parameter has one of its own
     reduce_scatter  in place of torch's: (shard, full, group=group) -> a handle with wait()
-    groups_of       beside another technique: advanced/composition.py. p -> (the group over which
-                    p's gradient is summed and sharded, groups over which shards are summed then)
+    groups_of       beside another technique (advanced/composition.py): a function p -> (group,
+                    *partial). p's gradient is summed and sharded over `group`; then its shards are
+                    summed over each group of `partial`
     options         of ShardedBucket, such as param_dtype=torch.bfloat16
 
     In place of `group` a pair (node, across) is HSDP: each node holds a whole copy of the states,
     split over its own ranks; `across` are the ranks of all nodes with the same shard. In place of
-    the model {stage: module}: the stages of a pipeline that this rank has. Each has backward passes
-    of its own. Where there are several, the pipeline takes around=zero.around.
+    the model {stage: module}: the stages of a pipeline that this rank has. Each stage has backward
+    passes of its own. With several stages give the pipeline around=zero.around.
 
     Before ZeRO(...), on all ranks alike: load, tie and freeze the weights, move and cast the model.
     (torch's DDP broadcasts rank 0's; ZeRO doesn't.) Activation checkpointing needs
     use_reentrant=False. If backward raises, end the run on all ranks: others may wait. For a loss
-    that reaches another network's weights too (GAN), freeze those in its pass. If nothing needs a
-    gradient, there is no optimizer, and no step: a reference model, for FSDP."""
+    that reaches another network's weights too (GAN), freeze those in its pass. A model that is all
+    frozen, such as a reference model in FSDP, gets no optimizer, and takes no step."""
 
     def __init__(
         self,
@@ -172,12 +173,13 @@ class ZeRO:
         self.group = group[0] if isinstance(group, tuple) else group
         self.stage, self.microbatches = stage, microbatches
         self.reduce_scatter = reduce_scatter
-        self.action = None  # what a pipeline is running
-        # Of the gradients: "zero", "arriving" in a backward pass, "local", "summed" by finish()
+        self.action = None  # the pipeline's action that runs now; None without a pipeline
+        # Of the gradients. "zero": after zero_grad(). "arriving": in a backward pass. "local":
+        # after it, not all summed over the ranks. "summed": after finish()
         self.state = "summed"
         self.queue = []  # buckets that the running backward pass has yet to reduce, in this order
-        self.reductions = []  # (bucket, handle) of those on their way
-        self.sums_across = []  # handles, of HSDP
+        self.reductions = []  # (bucket, handle) of the reductions on their way
+        self.sums_across = []  # handles of HSDP's sums over nodes
         self.buckets = []
         for parameters in group_parameters(self.model.parameters(), bucket_bytes, self.kind_of):
             self.buckets.append(self.make_bucket(parameters, **options))
@@ -224,10 +226,10 @@ class ZeRO:
 
     def _reduce_ready(self, anyway=()):
         """Start to reduce the queue's next buckets, as long as they are full or in `anyway`."""
-        if self.action and self.action.kind == "I":  # zero_bubble.py: of x only; "W" follows
+        if self.action and self.action.kind == "I":  # zero_bubble.py: weights' gradients come in W
             return
-        # All ranks start them in one order, or they would add up the wrong buckets, silently. So a
-        # bucket that is full early waits for those before it
+        # All ranks start reductions in one order, or they would add up different buckets, silently.
+        # So a bucket that is full early waits for those before it
         while self.queue and (all(self.queue[0].waiting) or self.queue[0] in anyway):
             bucket = self.queue.pop(0)
             bucket.end_pass()
@@ -240,7 +242,7 @@ class ZeRO:
         self._reduce_ready(anyway=list(self.queue))  # a parameter may have got no gradient
         self.state, self.queue = "local", []
         if self.stage >= 2:
-            self._wait()
+            self._wait()  # and free the last buckets' gradients
 
     def _wait(self, leave=0):
         """Wait for the reductions on their way, but for the last `leave` of them."""
@@ -249,7 +251,7 @@ class ZeRO:
             if reduction is not None:
                 reduction.wait()
             bucket.keep_shard()
-            if bucket.across is not None and bucket.passes_left == 0:
+            if bucket.across is not None and bucket.passes_left == 0:  # HSDP: sum over nodes, too
                 options = dict(group=bucket.across, async_op=True)
                 self.sums_across.append(dist.all_reduce(bucket.gradient_shard, **options))
 
@@ -323,7 +325,7 @@ class ZeRO:
                     copy.grad = gradients[place].view(p.shape).to(copy, copy=True)
         return [(name, copies[p]) for name, p in named]
 
-    # --- what FSDP adds to
+    # --- what FSDP overrides
 
     def kind_of(self, p):  # equal for all parameters of a bucket
         return p.requires_grad, p.dtype, p.device, self.groups_of(p), self.stages_of[p]
@@ -373,21 +375,22 @@ class ShardedBucket:
     weights         (S,)    the model's parameters are views of it
     shard           (S/N,)  this rank's shard of the weights
     master          (S/N,)  what the optimizer steps on: the shard, or a copy with more bits
-    pieces                  the master, cut at the parameters' borders; some are empty. So the
-                            optimizer can treat matrices and vectors apart
-    gradients       (S,)    of this rank. Each p.grad is added to it. (In ddp.py p.grad is a view,
-                            but stage 2 frees `gradients` after each reduction)
+    pieces                  the master, cut at the parameters' borders, one of each parameter, some
+                            empty: so the optimizer can treat matrices and vectors differently
+    gradients       (S,)    of this rank. Each p.grad is added to it. (Not a view of it, as in
+                            ddp.py, because stage 2 frees `gradients` after each reduction)
     gradient_shard  (S/N,)  this rank's shard of their sum over all ranks
 
     passes        backward passes of a step
-    param_dtype   of weights and backward. The masters stay as the parameters are, in float32 at
-                  least. None: all have the parameters' dtype. Integers, such as packed 4-bit
-                  weights, keep theirs
+    param_dtype   of weights and backward. Masters then have the parameters' dtype, or float32 if
+                  that has fewer bits. None: all have the parameters' dtype. Integers, such as
+                  packed 4-bit weights, keep theirs
     reduce_dtype  in which gradients are summed over ranks and over micro-batches. None: as the
                   weights, so with bfloat16 weights a small gradient is lost beside a large sum
-    reduce_each   False: stage 2 reduces, and so frees, in the last pass only: it sends less
-    value         value(p) is p's initial value. So p itself may be without memory, such as
-                  torch.empty(()).expand(shape)"""
+    reduce_each   False: stage 2 reduces, and so frees, in the last pass only: it sends less, and
+                  holds more
+    value         a function: value(p) is p's initial value. So p itself may be without memory, such
+                  as torch.empty(()).expand(shape)"""
 
     def __init__(
         self,

@@ -1,18 +1,18 @@
 """Several kinds of parallelism at once, each along one dimension of a grid of ranks.
 
-    a matrix of 512 rows        tp 0: rows 0 to 255    tp 1: rows 256 to 511
-    dp 0: half of the batch     rank 0                 rank 1                  a row has all shards
+                                tp 0: half of W        tp 1: the other half
+    dp 0: half of the batch     rank 0                 rank 1                  a row has all of W
     dp 1: the other half        rank 2                 rank 3
-                                a column has the same shard, so its ranks add up their gradients
+                                a column has one half of W: its ranks add up their gradients
 
 Order     First a technique cuts the model: its tensors, its experts or its layers. Then DDP, ZeRO,
-          FSDP or Muon treat a rank's shards as a whole model, which its column trains. Only one
-          thing changes for them, the answer to a question.
+          FSDP or Muon train what is left on a rank as if it were a whole model, with its column as
+          the data-parallel ranks. All that they need to know of the cut is the groups.
 Groups    Over which ranks is a parameter's gradient summed? Over a column: its ranks have the same
-          shard and saw other data. Not over a row: backward has completed the gradients there, a
-          whole LayerNorm's too (by tensor_parallel.py's Enter). There are three exceptions:
-          experts, parameters that saw a part of the tokens, and a matrix on two stages of a
-          pipeline. groups_in_grid() below answers for each parameter.
+          shard and saw other data. Not over a row: backward has completed the gradients there, also
+          those of parameters that are not cut, such as LayerNorm's (tensor_parallel.py's Enter).
+          There are three exceptions: experts, parameters that saw a part of the tokens, and a
+          matrix on two stages of a pipeline. groups_in_grid() below answers for each parameter.
 Norm      Every element counts once. A rank squares its part of each gradient and divides by the
           number of ranks that have the same part. All ranks of the grid add these up, and then
           the stages of a pipeline do.
@@ -41,8 +41,8 @@ import torch.distributed as dist
 
 
 def groups_along(*sizes):
-    """This rank's group along each dimension of the grid; the last one's ranks are neighbours. With
-    a pipeline the grid is a box: dp, pp, tp = groups_along(-1, 2, 2), with -1 for the rest."""
+    """This rank's group along each dimension of the grid. One size may be -1, for the rest. In the
+    last dimension ranks are neighbours. With a pipeline: dp, pp, tp = groups_along(-1, 2, 2)."""
     grid = torch.arange(dist.get_world_size()).view(sizes)
     groups = []
     for d, size in enumerate(grid.shape):
@@ -59,14 +59,15 @@ def sum_and_clip(parameters, column, row, limit):
     """After the last backward: complete each p.grad, and scale all of them so that their norm is at
     most `limit`. Returns the norm.
 
-    parameters    of a model that parallelize_tensors(model, row) has cut. Their p.grad are sums
-                  over the row's part of the batch, divided by the number of all ranks' targets
+    parameters    of a model that parallelize_tensors(model, row) has cut. Each p.grad is of a loss
+                  that is a sum over the row's part of the batch, divided by the number of all
+                  ranks' targets
     column, row   this rank's groups: column, row = groups_along(-1, 2)"""
     parameters, square = list(parameters), 0.0
     for p in parameters:
         dist.all_reduce(p.grad, group=column)  # the column has the same shard, and saw other data
-        ranks_with_it = 1 if groups_cutting(p) else row.size()  # cut: each of the row has another
-        square += p.grad.double().square().sum() / ranks_with_it
+        copies = 1 if groups_cutting(p) else row.size()  # ranks of the row with the same part
+        square += p.grad.double().square().sum() / copies
     dist.all_reduce(square, group=row)  # the row has all shards
     norm = square.sqrt()
     torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
@@ -92,15 +93,14 @@ def sum_and_clip(parameters, column, row, limit):
 
 
 def groups_in_grid(parameters, data_group):
-    """The groups_of that DDP, ZeRO, FSDP and Muon take: a function of a parameter that returns the
-    groups over which its gradient is summed, (data group, *partial). They shard over the first one.
+    """The groups_of that DDP, ZeRO, FSDP and Muon take: a function p -> (data group, *partial), the
+    groups over which p's gradient is summed. ZeRO and FSDP shard over the first one.
 
     data_group    this rank's column, or for HSDP a pair of groups: see ZeRO
 
-    Before the split all ranks have equal weights. Call it on all ranks: where gradients are partial
-    sums it compares the ranks that add them up, which must hold the same parameters in the same
-    order. Raises ValueError if they don't, and for a data_group over which p is cut: a sum would
-    add different shards."""
+    Before the split all ranks have equal weights. Call it on all ranks, because those of a
+    "partial" group compare their parameters: they must hold the same ones in the same order. Raises
+    ValueError if they don't, and if p is cut over data_group: a sum would add different shards."""
     parameters = [p for p in parameters if p.requires_grad]
     for p in parameters:
         check_data_group(p, placed(p, "data", data_group))
@@ -129,18 +129,18 @@ def norm_in_grid(parts, groups, pipeline_group=None):
     """The norm of the whole gradient: a float64 scalar, the same on all ranks.
 
     parts             gradient_parts() of ZeRO, FSDP or Muon; with DDP whole_gradients(parameters)
-    groups            the dimensions of the grid in which ranks have shards or copies of the same
-                      parameters: [dp, tp]. dp, too: it has copies, and experts may be cut over it
-    pipeline_group    pp, if there is one. Its ranks have other parameters, so leave it out of
-                      groups (not checked). A tied matrix is on two of its ranks, and counts once"""
+    groups            of the dimensions of the grid whose ranks have shards or copies of the same
+                      parameters: [dp, tp]. dp, too: ZeRO's shards and cut experts lie along it
+    pipeline_group    pp, if there is one. Its ranks have other parameters: don't put it into groups
+                      (not checked). A tied matrix, on two of its ranks, counts once"""
     device = parts[0][0].device
     parts = [part for part in parts if part[1] is not None]
     check_grid([p for p, _, _ in parts], groups)
     gradients = {}  # {number of ranks that have the same part: gradients}
     for p, gradient, shards in parts:
-        # All ranks' squares are added. 2 x 2 ranks, tp cuts a matrix and leaves its bias whole:
-        # each half of the matrix is on 4 / 2 = 2 ranks, the bias on 4 / 1 = 4. ZeRO's shards over
-        # the 2 ranks of dp are on half as many
+        # All ranks' squares are added, so divide by the number of ranks that have the same part. On
+        # 2 x 2 ranks tp cuts a matrix, but not its bias: each half of the matrix is on 4 / 2 = 2
+        # ranks, the bias on 4. If ZeRO splits them over the 2 ranks of dp: on half as many
         copies = count_ranks(groups) / count_ranks(groups_cutting(p)) / shards
         for group in placed(p, "partial", ()):
             if pipeline_group is not None and is_within(group, pipeline_group):
@@ -152,7 +152,7 @@ def norm_in_grid(parts, groups, pipeline_group=None):
         square += norms.square().sum() / copies
     for group in groups if pipeline_group is None else [*groups, pipeline_group]:
         if dist.get_world_size(group) > 1:
-            dist.all_reduce(square, group=group)  # a dimension after the other: the whole grid
+            dist.all_reduce(square, group=group)  # dimension by dimension: the whole grid
     return square.sqrt()
 
 
@@ -172,12 +172,13 @@ def on_whole_matrices(update_of):
     """Muon(..., update=on_whole_matrices(update_of)), beside a technique that cuts matrices.
 
     Momentum and weight decay work element by element: they stay with the shards. All columns deal
-    out their shards alike, so the owners of a matrix are in one row of the grid. They gather the
-    direction, all iterate on the whole, and each keeps its part."""
+    out their shards alike, so the owners of a matrix's shards are in one row of the grid. They
+    gather the direction (what is to be orthogonalised). Each orthogonalises the whole, and keeps
+    its own part."""
 
     def update(direction, p, dtype=None):
-        # A matrix is the last two dimensions: a cut of an earlier one only deals out whole experts.
-        # With matrix_rows, a head is a matrix, and a cut of rows lies between heads
+        # The matrix is p's last two dimensions: a cut of an earlier one deals out whole experts. If
+        # p has matrix_rows, each head is a matrix of its own, and a cut of rows lies between heads
         within = [p.dim() - 1] if hasattr(p, "matrix_rows") else [p.dim() - 2, p.dim() - 1]
         cuts = [(dim, cut) for dim, cut in placed(p, "cuts", {}).items() if dim in within]
         if not cuts:
@@ -209,8 +210,8 @@ def check_data_group(p, data_group):
 
 
 def check_order(parameters):
-    """Partial sums are added in flat buckets. What is equal on all ranks of the group, before the
-    first step, is the same parameter."""
+    """Partial sums are added bucket by bucket, so a group's ranks must list the same parameters in
+    the same order. Before the first step parameters with equal values are taken for the same."""
     held = {}  # {group: of each parameter its shape and first elements}
     for p in parameters:
         for group in placed(p, "partial", ()):

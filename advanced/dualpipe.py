@@ -20,9 +20,9 @@ Order     A pair is two threads, of which one runs at a time. Before a thread wa
           nccl's messages run beside it.
 Sent      As without overlap: zb-v's messages, and expert_parallel.py's rows.
 Hidden    The waits for rows in pairs, where the partner has enough work. (An exchange of counts is
-          always waited for.) Without a pipeline 1 - 1/m of m micro-batches' waits are in pairs; in
-          one of p ranks on average 1 - (5p - 1) / 4m: the first forwards and last backwards have
-          no partner.
+          always waited for.) The first forwards and the last backwards have no partner. Of the
+          waits of m micro-batches a part of 1 - 1/m is in pairs without a pipeline; in a pipeline
+          of p ranks it is 1 - (5p - 1) / 4m on average.
 Limits    Without experts nothing is hidden: take zb-v. A pair needs the temporary memory of both.
 
     torchrun --nproc_per_node=4 -m advanced.dualpipe
@@ -44,7 +44,7 @@ from zero_bubble import SplitPipeline
 
 # --- the plain form: a backward and a forward that take turns
 
-BACKWARD, FORWARD = 0, 1  # indices of Turns.may_run and of overlap's results
+BACKWARD, FORWARD = 0, 1  # the two calls of a pair, in Turns.may_run and in overlap's results
 
 
 class Turns:
@@ -52,21 +52,21 @@ class Turns:
 
     One runs at a time, up to its next turn(). The backward begins, because it sends gradients at
     once: they travel while the forward computes. Ranks that make the same calls send the same
-    messages in the same order. The forward must not run a backward of its own: on a GPU one thread
-    runs all backwards, and it may be waiting in turn()."""
+    messages in the same order. The forward must not run a backward of its own: on a GPU torch has
+    one thread for all backwards, and the pair's may be waiting in it, in turn()."""
 
     def __init__(self):
-        self.running = 0  # how many of the two calls have not ended
+        self.running = 0  # how many of the pair's two calls have not ended
         self.error = None  # of one call: ends the other at its next turn()
-        # Calls of turn(), and those at which the other call went on. 0 switches: nothing is hidden
-        self.waits = self.switches = 0
+        self.waits = 0  # how often turn() was called
+        self.switches = 0  # at how many of these the other call went on. 0: nothing is hidden
 
     def turn(self):
         """Call it before each wait for rows. Outside of overlap() the caller just goes on."""
         self.waits += 1
         if self.running == 2:
             self.switches += 1
-            # On a GPU autograd runs a backward in a thread of its own. So ask for the forward's
+            # Who calls? Ask for the forward's thread: on a GPU autograd runs a backward in its own
             i = FORWARD if threading.current_thread() is self.forward_thread else BACKWARD
             with own_random_state():
                 self.may_run[1 - i].release()
@@ -88,22 +88,22 @@ class Turns:
                 self.error = self.error or error
             self.running -= 1
 
-        def in_thread():
+        def backward_first():
             run(BACKWARD, backward)
             self.may_run[FORWARD].release()  # the forward goes on, alone
 
-        thread = threading.Thread(target=in_thread, daemon=True)
+        thread = threading.Thread(target=backward_first, daemon=True)
 
-        def in_this_thread():
+        def then_forward():  # in this thread
             with own_random_state():
                 thread.start()
                 self.may_run[FORWARD].acquire()  # until the backward's first turn(), or its end
             return forward()
 
-        run(FORWARD, in_this_thread)
+        run(FORWARD, then_forward)
         with own_random_state():
             self.may_run[BACKWARD].release()  # the backward goes on, alone
-            thread.join()
+            thread.join()  # at once, if it has ended
         error, self.error = self.error, None
         if error:
             raise error
@@ -116,7 +116,8 @@ class HiddenAllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, send_counts, receive_counts, group, turns):
         ctx.way_back = receive_counts, send_counts, group, turns
-        arriving, rows = rows.new_empty(sum(receive_counts), rows.shape[1]), rows.contiguous()
+        rows = rows.contiguous()
+        arriving = rows.new_empty(sum(receive_counts), rows.shape[1])
         sizes = receive_counts, send_counts
         work = dist.all_to_all_single(arriving, rows, *sizes, group=group, async_op=True)
         turns.turn()
@@ -130,8 +131,8 @@ class HiddenAllToAll(torch.autograd.Function):
 
 def run_in_pairs(forward, microbatches, turns):
     """All passes of a step, without a pipeline: each micro-batch's backward beside the next one's
-    forward, which needs nothing of it. forward(i): micro-batch i's part of the loss. Returns the
-    parts."""
+    forward, which needs nothing of it. forward(i) returns micro-batch i's part of the loss. Returns
+    all parts."""
     losses = [forward(0)]
     for i in range(1, microbatches):
         _, loss = turns.overlap(losses[-1].backward, functools.partial(forward, i))
@@ -144,7 +145,8 @@ def run_in_pairs(forward, microbatches, turns):
 
 
 class MixedRow(Row):
-    """A row in which a stage has B, and I and W. B counts as both: the I after B1 is I2."""
+    """A row in which some backwards of a stage are whole, B, and others are in two parts, I and W.
+    B counts as both: the I after B1 is I2."""
 
     def add(self, kinds, *stages):
         for stage in stages:
@@ -155,10 +157,10 @@ class MixedRow(Row):
 
 
 def dualpipev(rank, ranks, microbatches):
-    """A rank's row of the schedule above, with the stages of zb_v. The phases are those of
-    DeepSeek's code (but there the first pair of the last rank does not overlap). Their comments say
-    what they give on rank 0 of 2 with 4 micro-batches. The pairs are in 4 and 5: a forward, and the
-    backward after it."""
+    """A rank's row of the schedule above, with the stages of zb_v. The eight phases are those of
+    DeepSeek's code (but there the first pair of the last rank does not overlap). Before each stands
+    what it gives on rank 0 of 2 with 4 micro-batches. Pairs, a forward and the backward after it,
+    are in phases 4 and 5."""
     if microbatches < 2 * ranks:
         count = f"at least {2 * ranks} micro-batches, twice as many as ranks"
         raise ValueError(f"dualpipev needs {count}, not {microbatches}")
@@ -185,19 +187,19 @@ def dualpipev(rank, ranks, microbatches):
     row.add("B", *whole)
     row.add("I", *split)
     # 7  W2 I3: the last I of the near side, each after a W
-    pending = split + [near] * later_ranks  # stages in the order of their I
+    pending = split + [near] * later_ranks  # the stages whose W are left, in the order of their I
     for stage in pending[:later_ranks]:
         row.add("W", stage)
         row.add("I", near)
-    # 8  W3: the W that are left
+    # 8  W3: the rest of these W
     row.add("W", *pending[later_ranks:])
     return row
 
 
 class PairedSchedule(Schedule):
-    """A schedule in which a forward is paired with the backward after it, if this is of another
-    stage. A pair starts when both messages are there, and sends when both are done. Meant for
-    dualpipev."""
+    """A schedule, such as dualpipev's, in which a forward and the backward right after it are a
+    pair if they are of different stages. A pair starts when the messages for both are there, and
+    sends when both are done."""
 
     def __init__(self, rows):
         super().__init__(rows)
@@ -208,10 +210,9 @@ class PairedSchedule(Schedule):
         """A rank's actions in tuples of those that start together: one, or backward and forward."""
         steps = []
         for action in self[rank]:
-            # Of a pair its backward, so that no third action joins it
-            before = steps[-1][0] if steps else action
+            before = steps[-1][0] if steps else action  # of a pair its backward: no third joins it
             if (before.kind, action.kind) == ("F", "B") and before.stage != action.stage:
-                steps[-1] = action, before  # the backward begins
+                steps[-1] = action, before  # the backward first: it begins
             else:
                 steps.append((action,))
         return steps
@@ -221,8 +222,8 @@ class PairedSchedule(Schedule):
 
 
 class DualPipeV(SplitPipeline):
-    """A Pipeline that overlaps the pairs of a PairedSchedule of dualpipev. Its stages call
-    turns.turn() before they wait for rows. All ranks that share experts hold the same stages.
+    """A Pipeline that overlaps the pairs of a PairedSchedule. Its stages must call turns.turn()
+    before they wait for rows. All ranks that share experts must hold the same stages.
 
     around is entered once per pair, with the backward action."""
 
@@ -245,9 +246,9 @@ class DualPipeV(SplitPipeline):
 
 
 def in_this_context(call):
-    """`call`, for another thread: torch keeps some settings per thread. It gets this one's device,
-    stream, number of CPU threads and dispatch modes. no_grad, autocast and torch.device it does not
-    get: enter these in the call."""
+    """`call`, for another thread. Torch keeps some settings per thread: there it gets this thread's
+    device, stream, number of CPU threads and dispatch modes. It does not get no_grad, autocast and
+    torch.device: enter these in the call."""
     modes = _get_current_dispatch_mode_stack()  # the demo's Sent, FLOP counters, fake tensors
     compute_threads = torch.get_num_threads()
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
@@ -324,7 +325,7 @@ def train(form, p, ep, m, steps, device):
         options = dict(before_wait=turns.turn)
     for stage in stages.values():
         parallelize_experts(stage, ep_group, **options)
-    named = {name: p for stage in stages.values() for name, p in stage.named()}
+    named = {name: q for stage in stages.values() for name, q in stage.named()}
     optimizer = torch.optim.AdamW(named.values())
     like = torch.zeros(2, 32, 32, dtype=torch.float64, device=device)  # (b, T, C)
     if rank == 0:

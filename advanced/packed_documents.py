@@ -9,11 +9,11 @@ it holds a part of. And its zigzag balances one long document, but not several o
 Split     8 N equal chunks for N ranks, 8 for each. The chunk with the most work, pairs of a query
           and a key, goes first, to the rank that has the least so far. All rows are cut alike. One
           run of tokens per rank (even=False) sends much less, but the work is uneven.
-Sent      Per block K and V of the G tokens that a rank lends (one lent to two ranks counts twice),
-          and dK and dV of the A tokens that it has borrowed. The plain form sends 2 (G + A) e C_kv
-          bytes, and keeps borrowed keys for backward. DocumentRing borrows them twice, and sends
-          (4 G e + 2 A a) C_kv. C_kv is the width of K, e bytes per element, a = max(e, 4). G and A
-          are small where documents are short beside a chunk's T / 8N tokens.
+Sent      Per block, K and V of the G tokens that a rank lends to others (one lent to two ranks
+          counts twice), and dK and dV of the A tokens that it borrows. The plain form sends
+          2 (G + A) e C_kv bytes, and keeps borrowed keys for backward. DocumentRing borrows again
+          in backward: (4 G e + 2 A a) C_kv. C_kv is the width of K, e bytes per element of it,
+          a = max(e, 4) of dK. G and A are small if documents are short beside a chunk, T / 8N.
 Backward  As in the ring, tile by tile. A key's gradient goes straight to the rank that holds it.
 Cost      A kernel per tile, dozens in each layer: worth it from some hundred tokens a document. A
           plan for each batch, on the host: some milliseconds, 0.1 s for 64 thousand tokens.
@@ -43,8 +43,8 @@ def plain_document_attention(q, k, v, starts, held, group):
     """q, k, v (B, H, T', D) of this rank's tokens -> attention within documents (B, H, T', D).
 
     starts (B, T): where each token's document starts. held (n, T'): the positions of each rank's
-    tokens, consecutive ones, or those of deal_tokens below. Both on q's device. A key that one row
-    needs is sent of all rows."""
+    tokens, consecutive ones, or those of deal_tokens below. Both on q's device. If one row needs
+    the key of a position, that position's keys of all rows are sent."""
     check_documents(starts)
     rank, ranks = dist.get_rank(group), range(dist.get_world_size(group))
 
@@ -92,12 +92,14 @@ class ExchangeKeys(torch.autograd.Function):
 
 class DocumentRing(Ring):
     """In place of attention's core, used as Ring: ring(q, k, v, starts). starts (B, T), on the
-    host, of whole sequences: where each token's document starts, as 0 0 0 3 3. positions() differ
-    from batch to batch. A token's position within its document: position - its start."""
+    host, of whole sequences: where each token's document starts, as 0 0 0 3 3. positions() depend
+    on them, and so differ from batch to batch. In its document a token is at position - its start.
+
+    even  False: a rank holds one run of tokens, and its work is not balanced"""
 
     chunks = 8  # per rank. More of them: more even, but more tiles, and more keys of others
 
-    def __init__(self, group, even=True):  # dealt out evenly. False: consecutive tokens
+    def __init__(self, group, even=True):
         super().__init__(group, zigzag=even)  # for Ring.check: whether T' is cut into chunks
         self.even = even
         dist.barrier(group)  # nccl connects all ranks in a first message. Later some send nothing
@@ -116,8 +118,8 @@ class DocumentRing(Ring):
 
 
 class DocumentRingAttention(torch.autograd.Function):
-    """As RingAttention. But in step s keys go straight to the rank s after this one, and their
-    gradients straight home."""
+    """As RingAttention. But keys are not handed on around the ring: in step s they go straight to
+    the rank s after this one, and their gradients straight home."""
 
     @staticmethod
     def forward(ctx, q, k, v, group, plan):
@@ -135,7 +137,8 @@ class DocumentRingAttention(torch.autograd.Function):
         rank, n = dist.get_rank(group), dist.get_world_size(group)
         kv = torch.stack((k, v))
         dq, dkv = torch.zeros_like(q, dtype=lse.dtype), torch.zeros_like(kv, dtype=lse.dtype)
-        receive = lent = None  # of gradients that travel during the next tiles: wait(), their keys
+        # Gradients of lent keys come home during the next tiles: receive() waits for them
+        receive = lent = None
         for step, (owner, owner_kv) in enumerate(bring_used_keys(kv, group, plan)):
             part = dkv if step == 0 else torch.zeros_like(dkv)  # gradients of the owner's keys
             for tile in plan.tiles[owner]:
@@ -155,11 +158,12 @@ class DocumentRingAttention(torch.autograd.Function):
 
 
 def bring_used_keys(kv, group, plan):
-    """Yield (rank, its keys and values) for all ranks, beginning with this one. Of others only the
-    keys that tiles use have arrived. While the caller computes, the next ones travel."""
+    """Yield (rank, its keys and values) for all ranks, beginning with this one. Of another rank
+    only the keys that tiles use are there; other places hold anything. While the caller computes,
+    the next ones travel."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     owner, owner_kv = rank, kv
-    arrived = torch.zeros_like(kv)
+    arrived = torch.zeros_like(kv)  # one buffer for all other ranks, one after the other
     for step in range(1, n):
         user, next_owner = (rank + step) % n, (rank - step) % n
         sent, places = kv[:, :, :, plan.lent[user]], plan.borrowed[next_owner]
@@ -170,11 +174,11 @@ def bring_used_keys(kv, group, plan):
     yield owner, owner_kv
 
 
-def start_messages(sent, target, keys, source, group):
-    """Send keys and values, or their gradients, to `target`: sent (2, 1, H_kv, any number, D).
-    Receive those of `keys` keys from `source`. Returns a function that waits for them, and returns
-    them. Empty messages don't travel."""
-    received = sent.new_empty(*sent.shape[:3], keys, sent.shape[-1])
+def start_messages(sent, target, count, source, group):
+    """Start to send keys and values, or their gradients, to `target`: sent (2, 1, H_kv, any number,
+    D). Start to receive those of `count` keys from `source`. Returns a function that waits, and
+    returns what was received. Empty messages don't travel."""
+    received = sent.new_empty(*sent.shape[:3], count, sent.shape[-1])
     send = dist.P2POp(dist.isend, sent, group=group, group_peer=target)
     receive = dist.P2POp(dist.irecv, received, group=group, group_peer=source)
     not_empty = [message for message in (send, receive) if message.tensor.numel()]
@@ -210,16 +214,19 @@ def deal_tokens(length, n, starts, even=True, multiple=1):
     return torch.stack([chunks[sorted(numbers)].flatten() for numbers in held])
 
 
-# A tile counts tokens through all rows, from 0 to B T'. Of two ranks the one with queries 2 3 6 7
-# has these tiles with its own keys, and with keys 0 1 4 5:
+# A tile is a run of queries with a run of keys. Say two documents of 4 tokens are on two ranks:
+# this one has tokens 2 3 6 7, the other 0 1 4 5. The tiles of this rank's queries, by positions:
 #
 #     starts         0 0 0 0 4 4 4 4
 #     own_tiles      2 3 with 2 3, causal        6 7 with 6 7, causal
 #     other_tiles    2 3 with 0 1                6 7 with 4 5
+#
+# A Tile has places instead: here queries 0 1 and 2 3. They count a rank's tokens through all rows,
+# from 0 to B T'
 
 
 def own_tiles(held, starts):
-    """A rank's queries with its own keys, both at the positions `held`: a document is one tile."""
+    """Of a rank's queries with its own keys, both at the positions `held`: a tile per document."""
     tiles, real = [], held[held < starts.shape[1]]  # without padding
     for row, start in enumerate(starts[:, real]):
         _, sizes = start.unique_consecutive(return_counts=True)  # of documents here
@@ -231,9 +238,9 @@ def own_tiles(held, starts):
 
 
 def other_tiles(queries, keys, starts):
-    """A rank's queries with another rank's keys, both given by their positions, in order. Within a
-    run of this rank's tokens there is no key of the other rank. So the run's queries of one
-    document all see the same of those keys: a tile without a mask."""
+    """Of a rank's queries with another rank's keys, both given by their positions, in order. No key
+    of the other rank lies within a run of this rank's tokens. So all queries of one run and one
+    document see the same of those keys: a tile without a mask."""
     tiles, real = [], queries[queries < starts.shape[1]]
     for row, start in enumerate(starts[:, real]):
         # Query i sees keys[first[i] : stop[i]], from its document's start up to itself
@@ -255,8 +262,8 @@ class Plan(NamedTuple):
 
 
 def plan_of_batch(rank, n, tokens, even, starts, device):
-    """find_plan, once for all layers. The plan stays with its batch: a layer that runs again in
-    backward finds it there, although other batches came between."""
+    """find_plan, once for all layers. The plan is an attribute of `starts`: a layer that runs again
+    in backward finds it there, although other batches came between."""
     where = rank, n, tokens, even
     known_where, known_starts, plan = getattr(starts, "known_plan", (None, starts, None))
     unchanged = torch.equal(starts, known_starts)  # starts may be changed in place
@@ -276,7 +283,7 @@ def find_plan(rank, n, tokens, even, starts, device="cpu"):
             tiles, used_here, used_there = own_tiles(held[rank], starts), [], []
         else:
             tiles = used_here = other_tiles(held[rank], held[other], starts)
-            used_there = other_tiles(held[other], held[rank], starts)  # keys of here
+            used_there = other_tiles(held[other], held[rank], starts)  # of the keys here
         plan.tiles.append(tiles)
         plan.borrowed.append(used_keys(used_here, count).to(device))
         plan.lent.append(used_keys(used_there, count).to(device))
@@ -385,7 +392,7 @@ def keys_sent(core, starts, kv_heads):
     others = [other for other in range(core.n) if other != rank]
     lent = sum(used(other, rank) for other in others)  # G
     borrowed = sum(used(rank, other) for other in others)  # A
-    width = 8 * kv_heads  # C_kv; e and a are 8
+    width = 8 * kv_heads  # C_kv, for heads of 8. e and a are 8 bytes, too
     if plain:  # which keeps the keys for backward
         return "2 (G + A) e C_kv", 2 * (lent + borrowed) * 8 * width
     return "(4 G e + 2 A a) C_kv", (4 * lent + 2 * borrowed) * 8 * width
