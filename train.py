@@ -22,8 +22,7 @@ layout has the same loss curve, to rounding; only islands have their own. If a m
 20 million parameters, three steps are compared with one process (--prove). docs/use/choose.md says
 which layout to take. Without torchrun train.py starts the processes itself.
 
-Read first `mesh`, then `build`, which cuts the model, `data_parallel` and `train_step`. The passes
-of a step, runner.forward_backward, are in trainer/runner.py.
+To read: `mesh`, `build`, which cuts the model, `train_step` (its passes: trainer/runner.py).
 
     torchrun --nproc_per_node=8 train.py --dp 2 --tp 2 --pp 2
     python train.py --dp 2 --cp 2 --tp 2 --pp 2 --ep 4 --experts 8 --sp --zero 1     # 16 ranks
