@@ -377,7 +377,7 @@ def parallelize_context(model, core):
 # --- demo ---
 
 if __name__ == "__main__":  # importing this file needs no model.py
-    from model import GPT, IGNORE, Config, OneProcess, Sent, join_ranks, leave, text_batch
+    from model import Config, join_ranks, leave
 
 
 def main():
@@ -386,11 +386,14 @@ def main():
     parser.add_argument("--context", type=int, default=30, help="tokens of a sequence")
     parser.add_argument("--kv-heads", type=int, default=2, help="of 4; the plain form takes 4")
     args = parser.parse_args()
-    device = join_ranks()
-    group = dist.group.WORLD
-    train("the plain ring", PlainRing(group, zigzag=False), 4, args, device)
-    train("the ring, consecutive tokens", Ring(group, zigzag=False), args.kv_heads, args, device)
-    train("the ring in a zigzag", Ring(group), args.kv_heads, args, device)
+    device, group = join_ranks(), dist.group.WORLD
+    sizes = dict(layers=2, heads=4, width=32, context=args.context)
+    config = Config(**sizes, kv_heads=args.kv_heads)
+    plain = PlainRing(group, zigzag=False)
+    train("the plain ring", plain, Config(**sizes), ring_bytes, args.steps, device)
+    consecutive = Ring(group, zigzag=False)
+    train("the ring, consecutive tokens", consecutive, config, ring_bytes, args.steps, device)
+    train("the ring in a zigzag", Ring(group), config, ring_bytes, args.steps, device)
     leave()
 
 
@@ -399,20 +402,29 @@ class PlainRing(Ring):
         return PlainRingAttention.apply(q, k, v, self.group)
 
 
-def train(name, core, kv_heads, args, device):
-    group, n = dist.group.WORLD, dist.get_world_size()
+def ring_bytes(config, core, tokens):
+    """What a layer sends, as text and in bytes. tokens: B T', of this rank."""
+    n = core.n
+    hops = 4 * (n - 1) / n + 2 if n > 1 else 0  # with one rank dK and dV are at home
+    keys = n * tokens * config.kv_heads * config.head_dim * 8  # B T C_kv e; a is e
+    return "(4 r e + 2 a) B T C_kv", hops * keys
+
+
+def train(name, core, config, formula, steps, device):  # two other lessons' demos call it, too
+    from model import GPT, IGNORE, OneProcess, Sent, text_batch
+
+    group, n, context = dist.group.WORLD, dist.get_world_size(), config.context
     torch.manual_seed(0)
-    config = Config(layers=2, heads=4, kv_heads=kv_heads, width=32, context=args.context)
     model = GPT(config).to(device, torch.float64)
     one = OneProcess(model, torch.optim.AdamW)
     parallelize_context(model, core)
     optimizer = torch.optim.AdamW(model.parameters())
-    held = core.positions(args.context).to(device)  # (T',)
-    positions = held.clamp(max=args.context - 1)  # padding must have some position
+    held = core.positions(context).to(device)  # (T',)
+    positions = held.clamp(max=context - 1)  # padding must have some position
     if dist.get_rank() == 0:
-        print(f"{name}, {n} ranks, {args.context} tokens, {len(held)} on each rank with padding")
-    for step in range(args.steps):
-        tokens, targets, count = text_batch(step, 5, args.context, device)
+        print(f"{name}, {n} ranks, {context} tokens, {len(held)} on each rank with padding")
+    for step in range(steps):
+        tokens, targets, count = text_batch(step, 5, context, device)
         x, y = shard_sequence(tokens, held), shard_sequence(targets, held, fill=IGNORE)
         loss = torch.zeros_like(count, dtype=torch.float64)
         optimizer.zero_grad()
@@ -428,10 +440,9 @@ def train(name, core, kv_heads, args, device):
         dist.all_reduce(loss, group=group)
         alone = one.train_step(tokens, targets, count, 0.5)
         one.compare(step, loss, alone, model.named_parameters())
-    r, size = (n - 1) / n, sum(p.nbytes for p in model.parameters())
-    keys = 5 * n * len(held) * kv_heads * 8 * 8  # of a block, B T C_kv e bytes; a is e
-    hops = 4 * r + 2 if n > 1 else 0  # with one rank dK and dV are at home
-    one.prove(sent, "L (4 r e + 2 a) B T C_kv + 2 r P e", 2 * hops * keys + 2 * r * size)
+    text, of_layer = formula(config, core, 5 * len(held))
+    of_gradients = 2 * (n - 1) / n * sum(p.nbytes for p in model.parameters())
+    one.prove(sent, f"L {text} + 2 r P e", config.layers * of_layer + of_gradients)
 
 
 if __name__ == "__main__":

@@ -30,13 +30,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable  # a second derivative is an error
 
-from context_parallel import (
-    Ring,
-    attend_to_all,
-    parallelize_context,
-    shard_sequence,
-    tile_gradients,
-)
+from context_parallel import Ring, attend_to_all, tile_gradients
 
 # torch 2.13 renamed them; older versions know only the second name
 all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -116,7 +110,8 @@ class GatheredAttention(torch.autograd.Function):
 # --- demo ---
 
 if __name__ == "__main__":  # importing this file needs no model.py
-    from model import GPT, IGNORE, Config, OneProcess, Sent, join_ranks, leave, text_batch
+    from context_parallel import train
+    from model import Config, join_ranks, leave
 
 
 def main():
@@ -125,9 +120,12 @@ def main():
     parser.add_argument("--context", type=int, default=30, help="tokens of a sequence")
     parser.add_argument("--kv-heads", type=int, default=2, help="of 4")
     args = parser.parse_args()
-    device = join_ranks()
-    train("the plain form", PlainGather(dist.group.WORLD, zigzag=False), args, device)
-    train("in tiles, in a zigzag", Gather(dist.group.WORLD), args, device)
+    device, group = join_ranks(), dist.group.WORLD
+    sizes = dict(layers=2, heads=4, kv_heads=args.kv_heads, width=32, context=args.context)
+    plain, tiles = PlainGather(group, zigzag=False), Gather(group)
+    for name, core in ("the plain form", plain), ("in tiles, in a zigzag", tiles):
+        # context_parallel.py's training loop
+        train(name, core, Config(**sizes), gather_bytes, args.steps, device)
     leave()
 
 
@@ -136,38 +134,11 @@ class PlainGather(Ring):
         return gathered_attention(q, k, v, self.group)
 
 
-def train(name, core, args, device):
-    group, n = dist.group.WORLD, dist.get_world_size()
-    torch.manual_seed(0)
-    config = Config(layers=2, heads=4, kv_heads=args.kv_heads, width=32, context=args.context)
-    model = GPT(config).to(device, torch.float64)
-    one = OneProcess(model, torch.optim.AdamW)
-    parallelize_context(model, core)
-    optimizer = torch.optim.AdamW(model.parameters())
-    held = core.positions(args.context).to(device)  # (T',)
-    positions = held.clamp(max=args.context - 1)  # padding must have some position
-    if dist.get_rank() == 0:
-        print(f"{name}, {n} ranks, {args.context} tokens, {len(held)} on each rank with padding")
-    for step in range(args.steps):
-        tokens, targets, count = text_batch(step, 5, args.context, device)
-        x, y = shard_sequence(tokens, held), shard_sequence(targets, held, fill=IGNORE)
-        loss = torch.zeros_like(count, dtype=torch.float64)
-        optimizer.zero_grad()
-        with Sent() as sent:
-            for rows in torch.arange(len(x)).tensor_split(2):  # micro-batches, whole sequences
-                part = model(x[rows], positions, y[rows], count)  # the sum over y, over count
-                part.backward()
-                loss += part.detach()
-            for p in model.parameters():
-                dist.all_reduce(p.grad, group=group)  # each rank has the part of its tokens
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        dist.all_reduce(loss, group=group)
-        alone = one.train_step(tokens, targets, count, 0.5)
-        one.compare(step, loss, alone, model.named_parameters())
-    r, size = (n - 1) / n, sum(p.nbytes for p in model.parameters())
-    keys = 5 * n * len(held) * args.kv_heads * 8 * 8  # of a block, B T C_kv e bytes; a is e
-    one.prove(sent, "L (2 r e + 2 r a) B T C_kv + 2 r P e", 2 * 4 * r * keys + 2 * r * size)
+def gather_bytes(config, core, tokens):
+    """What a layer sends, as text and in bytes. tokens: B T', of this rank."""
+    n = core.n
+    keys = n * tokens * config.kv_heads * config.head_dim * 8  # B T C_kv e; a is e
+    return "(2 r e + 2 r a) B T C_kv", 4 * (n - 1) / n * keys
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.autograd.function import once_differentiable
 
-from context_parallel import Ring, held_positions, parallelize_context, shard_sequence
+from context_parallel import Ring, held_positions
 
 # --- the plain form: consecutive tokens, and N divides the heads and the kv-heads
 
@@ -122,7 +122,8 @@ def make_groups(ring_ranks):
 # --- demo ---
 
 if __name__ == "__main__":  # importing this file needs no model.py
-    from model import GPT, IGNORE, Config, OneProcess, Sent, join_ranks, leave, text_batch
+    from context_parallel import train
+    from model import Config, join_ranks, leave
 
 
 def main():
@@ -135,12 +136,16 @@ def main():
     n, group = dist.get_world_size(), dist.group.WORLD
     if n % args.rings and dist.get_rank() == 0:
         print(f"no form with rings: rings of {args.rings} do not divide {n} ranks\n")
-    train("the plain form", PlainUlysses(group), 2 * n, args, device)
-    train("Ulysses", Ulysses(group), 2, args, device)
+    forms = {"the plain form": PlainUlysses(group), "Ulysses": Ulysses(group)}
     if n % args.rings == 0:
         ulysses_group, ring_group = make_groups(args.rings)
-        core = Ulysses(ulysses_group, Ring(ring_group))
-        train(f"Ulysses with rings of {args.rings}", core, 2, args, device)
+        forms[f"Ulysses with rings of {args.rings}"] = Ulysses(ulysses_group, Ring(ring_group))
+    for name, core in forms.items():
+        kv_heads = 2 * n if name == "the plain form" else 2
+        sizes = dict(layers=2, heads=2 * n, kv_heads=kv_heads, width=16 * n, context=args.context)
+        name = f"{name}, {2 * n} heads, {kv_heads} kv-heads"
+        # context_parallel.py's training loop
+        train(name, core, Config(**sizes), ulysses_bytes, args.steps, device)
     leave()
 
 
@@ -149,50 +154,17 @@ class PlainUlysses(Ulysses):
         return ulysses_attention(q, k, v, self.core, self.group)
 
 
-def train(name, core, kv_heads, args, device):
-    n, heads = dist.get_world_size(), 2 * dist.get_world_size()
-    torch.manual_seed(0)
-    config = Config(layers=2, heads=heads, kv_heads=kv_heads, width=8 * heads, context=args.context)
-    model = GPT(config).to(device, torch.float64)
-    one = OneProcess(model, torch.optim.AdamW)
-    parallelize_context(model, core)
-    optimizer = torch.optim.AdamW(model.parameters())
-    held = core.positions(args.context).to(device)  # (T',)
-    positions = held.clamp(max=args.context - 1)  # padding must have some position
-    if dist.get_rank() == 0:
-        print(f"{name}, {n} ranks, {heads} heads, {kv_heads} kv-heads")
-    for step in range(args.steps):
-        tokens, targets, count = text_batch(step, 5, args.context, device)
-        x, y = shard_sequence(tokens, held), shard_sequence(targets, held, fill=IGNORE)
-        loss = torch.zeros_like(count, dtype=torch.float64)
-        optimizer.zero_grad()
-        with Sent() as sent:
-            for rows in torch.arange(len(x)).tensor_split(2):  # micro-batches, whole sequences
-                part = model(x[rows], positions, y[rows], count)
-                part.backward()
-                loss += part.detach()
-            for p in model.parameters():
-                dist.all_reduce(p.grad)  # each rank has the part of its tokens
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        dist.all_reduce(loss)
-        alone = one.train_step(tokens, targets, count, 0.5)
-        one.compare(step, loss, alone, model.named_parameters())
-    one.prove(sent, *formula(config, core, 5 * len(held)))
-
-
-def formula(config, core, tokens):
-    """What a step sends, as text and in bytes. tokens: B T', of a rank."""
+def ulysses_bytes(config, core, tokens):
+    """What a layer sends, as text and in bytes. tokens: B T', of this rank."""
     n, u, e = dist.get_world_size(), core.n, 8
     head = config.head_dim
     c, c_kv = config.heads * head, math.lcm(config.kv_heads, u) * head  # C_kv: with copies
-    sent, text = 4 * (u - 1) / u * (c + c_kv) * e * tokens, "L (4 r (C + C_kv) e B T / N"
+    sent, text = 4 * (u - 1) / u * (c + c_kv) * e * tokens, "(4 r (C + C_kv) e B T / N"
     if isinstance(core.core, Ring):  # r: above (U-1)/U, here (R-1)/R
         hops = 4 * (1 - u / n) + (2 if n > u else 0)  # a ring of one rank sends nothing
         sent += hops * c_kv / u * e * tokens * n
         text += " + (4 r e + 2 a) B T C_kv / U"
-    parameters = sum(p.numel() for p in GPT(config).parameters())
-    return f"{text}) + 2 r P e", config.layers * sent + 2 * (n - 1) / n * parameters * e
+    return f"{text})", sent
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ CEILINGS = {
 }
 DEMO = "# --- demo ---"
 # Demos that a lesson runs for another one, and parts of demos
-HANDED_OVER = {"sequence_parallel.check_tokens", "pipeline.train"}
+HANDED_OVER = {"sequence_parallel.check_tokens", "pipeline.train", "context_parallel.train"}
 
 
 def files():
