@@ -180,6 +180,7 @@ class Muon:
 
         # 1  Buckets, in the order in which backward fills them. Each matrix has its own. Vectors
         #    are small: they share one, the last
+        self.was_trained = {p: p.requires_grad for p in grads_per_pass}
         trained = [p for p in grads_per_pass if p.requires_grad]
         lists = [[p] for p in reversed(trained) if p.dim() > 1]
         vectors = {}  # {kind: those that share a bucket}
@@ -219,6 +220,8 @@ class Muon:
         may still run."""
         if not self.finished and any(b.grads_left < b.grads_per_step for b in self.buckets):
             raise RuntimeError("there was no finish(): gradients would be lost")
+        if any(p.requires_grad != trained for p, trained in self.was_trained.items()):
+            raise RuntimeError("a parameter was frozen or unfrozen after Muon(...): do it before")
         self.finished = False
         self.reductions_started = 0  # the number of buckets whose reduction has started
         for bucket in self.buckets:

@@ -269,6 +269,7 @@ REPLACED = "was replaced.*zero_grad.*second DDP.*create_graph.*unfrozen.*moved o
 MOVED = "replaced, moved or cast, frozen or unfrozen after ZeRO|cast, move, copy and load before"
 SUMMED = "summed over the ranks already: sum once a step, .*zero_grad"
 NEW_GRADIENTS = "cast", "wrap", "assign_gradients"
+FREEZING = "freeze", "unfreeze"
 CHANGES_OF_GRADIENTS = "cast", "drop_gradients", "assign_gradients", "wrap", "unfreeze"
 
 # Uses; calls, between bars what is refused, then what is right. Where it ends with a bar, training
@@ -295,6 +296,7 @@ ORDERS = [
     (MUON, "pass norm | pass | finish |", "backward after finish"),
     (MUON, "| drop_gradients run finish", "p.grad was replaced"),
     (MUON, "| create_graph finish", "p.grad was replaced"),
+    *[(MUON, f"run step | {change} zero_grad", "frozen or unfrozen") for change in FREEZING],
     *[(MUON, f"run step zero_grad | {call} run", "p.grad was replaced") for call in NEW_GRADIENTS],
     (
         SPLIT_BACKWARDS,
